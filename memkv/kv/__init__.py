@@ -1,0 +1,1 @@
+"""Integers and bytes of the KV memory: no torch, no IO."""

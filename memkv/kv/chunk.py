@@ -1,0 +1,28 @@
+"""A chunk's keys and values on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memkv.kv.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkKV:
+    """`data` holds `layout.blocks_for(num_tokens)` whole blocks in `KVLayout` order; slots past `num_tokens` are zero."""
+
+    layout: KVLayout
+    num_tokens: int
+    data: bytes | bytearray | memoryview
+
+    def __post_init__(self) -> None:
+        assert len(self.data) == self.layout.bytes_for(self.num_tokens), "bug: bytes and tokens disagree"
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layout.blocks_for(self.num_tokens)
+
+    def block(self, index: int) -> memoryview:
+        """The bytes of one block, without a copy."""
+        size = self.layout.bytes_per_block
+        return memoryview(self.data)[index * size : (index + 1) * size]
