@@ -1,0 +1,405 @@
+"""What the server, the SDK and `Memory` say to one another: typed structs, JSON on the wire.
+
+Requests refuse unknown fields. No torch and no SQLAlchemy here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from msgspec import Meta, Struct, field
+
+T = TypeVar("T")
+
+Metadata = dict[str, str | int | float | bool | None]
+Filter = dict[
+    str, Any
+]  # {"type": "eq", "key": ..., "value": ...} | {"type": "and", "filters": [...]} | {key: value}
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+ExternalId = Annotated[str, Meta(min_length=1, max_length=512)]
+Title = Annotated[str, Meta(max_length=512)]
+TopK = Annotated[int, Meta(ge=1, le=1000)]
+QueryText = Annotated[str, Meta(min_length=1, max_length=100_000)]
+
+DocumentStatus = Literal["queued", "processing", "ready", "failed"]
+JobStatus = Literal["queued", "running", "succeeded", "partial", "failed", "cancelled"]
+Prefill = Literal["eager", "on_first_use"]
+Reuse = Literal["auto", "off", "strict"]
+
+
+class Request(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Root of everything that a client sends."""
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """Root of everything that the server sends."""
+
+
+# Errors
+
+
+class ProblemItem(Reply):
+    message: str
+    loc: str = ""
+    code: str = ""
+
+
+class Problem(Reply):
+    """An `application/problem+json` body (RFC 9457) with a stable code and a hint."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    hint: str = ""
+    instance: str = ""
+    request_id: str = ""
+    errors: list[ProblemItem] = []
+
+
+# Service
+
+
+class ModelInfo(Reply):
+    name: str
+    architecture: str
+    dtype: str
+    device: str
+    kv_dtype: str
+    block_size: int
+    kv_bytes_per_token: int
+    max_context: int
+    weights_digest: str
+
+
+class EmbedderInfo(Reply):
+    name: str
+    dim: int
+    digest: str
+
+
+class Info(Reply):
+    version: str
+    model: ModelInfo
+    embedder: EmbedderInfo
+    policies: list[str]
+    default_policy: str
+    max_body_bytes: int
+
+
+class Check(Reply):
+    ok: bool
+    reason: str = ""
+    ms: float = 0.0
+
+
+class Readiness(Reply):
+    status: Literal["ready", "not_ready"]
+    checks: dict[str, Check]
+
+
+class Page(Reply, Generic[T]):
+    data: list[T]
+    has_more: bool = False
+    first_id: str = ""
+    last_id: str = ""
+    object: Literal["list"] = "list"
+
+
+class PageRequest(Request):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "asc"
+    after: str = ""
+    before: str = ""
+
+
+# Collections
+
+
+class CollectionCreate(Request):
+    name: Name
+    description: Annotated[str, Meta(max_length=4096)] = ""
+    metadata: Metadata = {}
+    chunk_tokens: Annotated[int, Meta(ge=16, le=4096)] | None = None
+    block_size: Literal[8, 16, 32] | None = None
+    prefill: Prefill | None = None
+    system_prompt: Annotated[str, Meta(max_length=16_384)] | None = None
+
+
+class CollectionCounts(Reply):
+    documents: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+
+class Collection(Reply):
+    id: str
+    name: str
+    description: str
+    metadata: Metadata
+    model: str
+    fingerprint: str
+    embedder: str
+    chunk_tokens: int
+    block_size: int
+    prefill: Prefill
+    system_prompt: str
+    prefix_tokens: int
+    counts: CollectionCounts
+    kv_bytes: int
+    by_status: dict[str, int]
+    created_at: str
+
+
+# Documents and jobs
+
+
+class DocumentCreate(Request):
+    text: str
+    title: Title = ""
+    external_id: ExternalId | None = None
+    metadata: Metadata = {}
+
+
+class DocumentUpload(Request):
+    """A file's bytes; its type is told by its name or media type."""
+
+    data: bytes
+    filename: str = ""
+    media_type: str = ""
+    title: Title = ""
+    external_id: ExternalId | None = None
+    metadata: Metadata = {}
+
+
+class Document(Reply):
+    id: str
+    external_id: str
+    collection: str
+    title: str
+    metadata: Metadata
+    status: DocumentStatus
+    content_hash: str
+    characters: int
+    chunks: int
+    tokens: int
+    created_at: str
+    updated_at: str
+    error: Problem | None = None
+
+
+class AcceptedDocument(Reply):
+    id: str
+    external_id: str
+    content_hash: str
+    outcome: Literal["created", "updated", "unchanged"]
+    status: DocumentStatus
+    notes: list[str] = []  # what normalisation did to the text
+
+
+class JobProgress(Reply):
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class JobCounts(Reply):
+    documents: int = 0
+    chunks: int = 0
+    chunks_prefilled: int = 0
+    chunks_reused: int = 0
+    tokens_prefilled: int = 0
+    kv_bytes_written: int = 0
+
+
+class Job(Reply):
+    id: str
+    kind: str
+    collection: str
+    status: JobStatus
+    progress: JobProgress
+    counts: JobCounts
+    errors: list[Problem]
+    attempts: int
+    created_at: str
+    started_at: str = ""
+    finished_at: str = ""
+
+
+class Accepted(Reply):
+    """Answer to an ingest: the job, and what became of each document in the order sent."""
+
+    job: Job
+    documents: list[AcceptedDocument]
+
+
+# Search and query
+
+
+class SearchRequest(Request):
+    query: QueryText
+    collection: Name
+    top_k: TopK | None = None
+    filter: Filter | None = None
+    min_score: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None
+
+
+class RetrievedChunk(Reply):
+    chunk_id: str
+    document_id: str
+    external_id: str
+    title: str
+    score: float
+    text: str
+    start: int  # characters of the document's text
+    end: int
+    tokens: int
+    metadata: Metadata
+
+
+class SearchResponse(Reply):
+    data: list[RetrievedChunk]
+    retrieve_ms: float = 0.0
+
+
+class Generation(Request):
+    max_tokens: Annotated[int, Meta(ge=1, le=32_768)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0)] = 0  # 0: all
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = []
+
+
+class QueryRequest(Request):
+    query: QueryText
+    collection: Name
+    top_k: TopK | None = None
+    filter: Filter | None = None
+    min_score: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None
+    policy: Annotated[str, Meta(max_length=64)] | None = None  # auto | exact | map | head | head:N
+    reuse: Reuse = "auto"
+    generation: Generation = field(default_factory=Generation)
+    stream: bool = False
+
+
+class Quote(Reply):
+    start: int  # characters of the chunk's text
+    end: int
+
+
+class CitationSource(Reply):
+    document_id: str
+    external_id: str
+    title: str
+    chunk_id: str
+    quote: Quote
+    score: float
+
+
+class Citation(Reply):
+    """A span of the answer and the chunks that support it."""
+
+    start: int
+    end: int
+    text: str
+    sources: list[CitationSource]
+
+
+class Usage(Reply):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # mapped, not computed
+    prefilled_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class ReuseReport(Reply):
+    mode: Reuse
+    policy: str
+    fallback_reason: str = ""
+    blocks_shared: int = 0
+    blocks_fresh: int = 0
+    healed_chunks: int = 0  # computed again because their KV was missing or damaged
+
+
+class Timings(Reply):
+    retrieve_ms: float = 0.0
+    queue_ms: float = 0.0
+    load_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0  # from the question's arrival to the first token, retrieval included
+    total_ms: float = 0.0
+
+
+class QueryResponse(Reply):
+    id: str
+    answer: str
+    finish_reason: Literal["stop", "length", "cancelled", "no_match"]
+    citations: list[Citation]
+    chunks: list[RetrievedChunk]
+    usage: Usage
+    reuse: ReuseReport
+    timings: Timings
+
+
+class QueryCreated(Reply, tag="query.created", tag_field="type"):
+    id: str
+
+
+class RetrievalCompleted(Reply, tag="retrieval.completed", tag_field="type"):
+    chunks: list[RetrievedChunk]
+    retrieve_ms: float
+
+
+class OutputDelta(Reply, tag="output.delta", tag_field="type"):
+    text: str
+
+
+class CitationAdded(Reply, tag="citation.added", tag_field="type"):
+    citation: Citation
+
+
+class QueryCompleted(Reply, tag="query.completed", tag_field="type"):
+    response: QueryResponse
+
+
+class QueryFailed(Reply, tag="error", tag_field="type"):
+    problem: Problem
+
+
+QueryEvent = QueryCreated | RetrievalCompleted | OutputDelta | CitationAdded | QueryCompleted | QueryFailed
+
+
+# Store
+
+
+class StoreStats(Reply):
+    collections: int
+    documents: int
+    chunks: int
+    kv_files: int
+    kv_bytes: int
+    kv_bytes_unreferenced: int
+    database: dict[str, str]  # backend, version and the settings that durability rests on
+    pool: dict[str, int]  # blocks by state
+    loads: int
+    damaged: int
+    healed: int
+
+
+class StoreProblem(Reply):
+    kind: str  # missing | damaged | orphan | ...
+    subject: str
+    detail: str
+    hint: str = ""
+
+
+class StoreVerification(Reply):
+    files_checked: int
+    bytes_checked: int
+    problems: list[StoreProblem]
+    seconds: float
