@@ -39,13 +39,13 @@ class Reply(Struct, frozen=True, kw_only=True):
 # Errors
 
 
-class ProblemItem(Reply):
+class ProblemItem(Reply, frozen=True, kw_only=True):
     message: str
     loc: str = ""
     code: str = ""
 
 
-class Problem(Reply):
+class Problem(Reply, frozen=True, kw_only=True):
     """An `application/problem+json` body (RFC 9457) with a stable code and a hint."""
 
     type: str
@@ -62,7 +62,7 @@ class Problem(Reply):
 # Service
 
 
-class ModelInfo(Reply):
+class ModelInfo(Reply, frozen=True, kw_only=True):
     name: str
     architecture: str
     dtype: str
@@ -74,13 +74,13 @@ class ModelInfo(Reply):
     weights_digest: str
 
 
-class EmbedderInfo(Reply):
+class EmbedderInfo(Reply, frozen=True, kw_only=True):
     name: str
     dim: int
     digest: str
 
 
-class Info(Reply):
+class Info(Reply, frozen=True, kw_only=True):
     version: str
     model: ModelInfo
     embedder: EmbedderInfo
@@ -89,18 +89,18 @@ class Info(Reply):
     max_body_bytes: int
 
 
-class Check(Reply):
+class Check(Reply, frozen=True, kw_only=True):
     ok: bool
     reason: str = ""
     ms: float = 0.0
 
 
-class Readiness(Reply):
+class Readiness(Reply, frozen=True, kw_only=True):
     status: Literal["ready", "not_ready"]
     checks: dict[str, Check]
 
 
-class Page(Reply, Generic[T]):
+class Page(Reply, Generic[T], frozen=True, kw_only=True):
     data: list[T]
     has_more: bool = False
     first_id: str = ""
@@ -108,7 +108,7 @@ class Page(Reply, Generic[T]):
     object: Literal["list"] = "list"
 
 
-class PageRequest(Request):
+class PageRequest(Request, frozen=True, kw_only=True):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
     after: str = ""
@@ -118,7 +118,7 @@ class PageRequest(Request):
 # Collections
 
 
-class CollectionCreate(Request):
+class CollectionCreate(Request, frozen=True, kw_only=True):
     name: Name
     description: Annotated[str, Meta(max_length=4096)] = ""
     metadata: Metadata = {}
@@ -128,14 +128,14 @@ class CollectionCreate(Request):
     system_prompt: Annotated[str, Meta(max_length=16_384)] | None = None
 
 
-class CollectionCounts(Reply):
+class CollectionCounts(Reply, frozen=True, kw_only=True):
     documents: int = 0
     chunks: int = 0
     tokens: int = 0
     blocks: int = 0
 
 
-class Collection(Reply):
+class Collection(Reply, frozen=True, kw_only=True):
     id: str
     name: str
     description: str
@@ -157,14 +157,14 @@ class Collection(Reply):
 # Documents and jobs
 
 
-class DocumentCreate(Request):
+class DocumentCreate(Request, frozen=True, kw_only=True):
     text: str
     title: Title = ""
     external_id: ExternalId | None = None
     metadata: Metadata = {}
 
 
-class DocumentUpload(Request):
+class DocumentUpload(Request, frozen=True, kw_only=True):
     """A file's bytes; its type is told by its name or media type."""
 
     data: bytes
@@ -175,7 +175,7 @@ class DocumentUpload(Request):
     metadata: Metadata = {}
 
 
-class Document(Reply):
+class Document(Reply, frozen=True, kw_only=True):
     id: str
     external_id: str
     collection: str
@@ -191,7 +191,7 @@ class Document(Reply):
     error: Problem | None = None
 
 
-class AcceptedDocument(Reply):
+class AcceptedDocument(Reply, frozen=True, kw_only=True):
     id: str
     external_id: str
     content_hash: str
@@ -200,14 +200,14 @@ class AcceptedDocument(Reply):
     notes: list[str] = []  # what normalisation did to the text
 
 
-class JobProgress(Reply):
+class JobProgress(Reply, frozen=True, kw_only=True):
     stage: str = ""
     done: int = 0
     total: int = 0
     unit: str = ""
 
 
-class JobCounts(Reply):
+class JobCounts(Reply, frozen=True, kw_only=True):
     documents: int = 0
     chunks: int = 0
     chunks_prefilled: int = 0
@@ -216,7 +216,7 @@ class JobCounts(Reply):
     kv_bytes_written: int = 0
 
 
-class Job(Reply):
+class Job(Reply, frozen=True, kw_only=True):
     id: str
     kind: str
     collection: str
@@ -230,7 +230,7 @@ class Job(Reply):
     finished_at: str = ""
 
 
-class Accepted(Reply):
+class Accepted(Reply, frozen=True, kw_only=True):
     """Answer to an ingest: the job, and what became of each document in the order sent."""
 
     job: Job
@@ -240,7 +240,7 @@ class Accepted(Reply):
 # Search and query
 
 
-class SearchRequest(Request):
+class SearchRequest(Request, frozen=True, kw_only=True):
     query: QueryText
     collection: Name
     top_k: TopK | None = None
@@ -248,7 +248,7 @@ class SearchRequest(Request):
     min_score: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None
 
 
-class RetrievedChunk(Reply):
+class RetrievedChunk(Reply, frozen=True, kw_only=True):
     chunk_id: str
     document_id: str
     external_id: str
@@ -261,12 +261,12 @@ class RetrievedChunk(Reply):
     metadata: Metadata
 
 
-class SearchResponse(Reply):
+class SearchResponse(Reply, frozen=True, kw_only=True):
     data: list[RetrievedChunk]
     retrieve_ms: float = 0.0
 
 
-class Generation(Request):
+class Generation(Request, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=32_768)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: all
@@ -275,7 +275,7 @@ class Generation(Request):
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = []
 
 
-class QueryRequest(Request):
+class QueryRequest(Request, frozen=True, kw_only=True):
     query: QueryText
     collection: Name
     top_k: TopK | None = None
@@ -287,12 +287,12 @@ class QueryRequest(Request):
     stream: bool = False
 
 
-class Quote(Reply):
+class Quote(Reply, frozen=True, kw_only=True):
     start: int  # characters of the chunk's text
     end: int
 
 
-class CitationSource(Reply):
+class CitationSource(Reply, frozen=True, kw_only=True):
     document_id: str
     external_id: str
     title: str
@@ -301,7 +301,7 @@ class CitationSource(Reply):
     score: float
 
 
-class Citation(Reply):
+class Citation(Reply, frozen=True, kw_only=True):
     """A span of the answer and the chunks that support it."""
 
     start: int
@@ -310,14 +310,14 @@ class Citation(Reply):
     sources: list[CitationSource]
 
 
-class Usage(Reply):
+class Usage(Reply, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # mapped, not computed
     prefilled_tokens: int = 0
     completion_tokens: int = 0
 
 
-class ReuseReport(Reply):
+class ReuseReport(Reply, frozen=True, kw_only=True):
     mode: Reuse
     policy: str
     fallback_reason: str = ""
@@ -326,7 +326,7 @@ class ReuseReport(Reply):
     healed_chunks: int = 0  # computed again because their KV was missing or damaged
 
 
-class Timings(Reply):
+class Timings(Reply, frozen=True, kw_only=True):
     retrieve_ms: float = 0.0
     queue_ms: float = 0.0
     load_ms: float = 0.0
@@ -335,7 +335,7 @@ class Timings(Reply):
     total_ms: float = 0.0
 
 
-class QueryResponse(Reply):
+class QueryResponse(Reply, frozen=True, kw_only=True):
     id: str
     answer: str
     finish_reason: Literal["stop", "length", "cancelled", "no_match"]
@@ -346,28 +346,28 @@ class QueryResponse(Reply):
     timings: Timings
 
 
-class QueryCreated(Reply, tag="query.created", tag_field="type"):
+class QueryCreated(Reply, tag="query.created", tag_field="type", frozen=True, kw_only=True):
     id: str
 
 
-class RetrievalCompleted(Reply, tag="retrieval.completed", tag_field="type"):
+class RetrievalCompleted(Reply, tag="retrieval.completed", tag_field="type", frozen=True, kw_only=True):
     chunks: list[RetrievedChunk]
     retrieve_ms: float
 
 
-class OutputDelta(Reply, tag="output.delta", tag_field="type"):
+class OutputDelta(Reply, tag="output.delta", tag_field="type", frozen=True, kw_only=True):
     text: str
 
 
-class CitationAdded(Reply, tag="citation.added", tag_field="type"):
+class CitationAdded(Reply, tag="citation.added", tag_field="type", frozen=True, kw_only=True):
     citation: Citation
 
 
-class QueryCompleted(Reply, tag="query.completed", tag_field="type"):
+class QueryCompleted(Reply, tag="query.completed", tag_field="type", frozen=True, kw_only=True):
     response: QueryResponse
 
 
-class QueryFailed(Reply, tag="error", tag_field="type"):
+class QueryFailed(Reply, tag="error", tag_field="type", frozen=True, kw_only=True):
     problem: Problem
 
 
@@ -377,7 +377,7 @@ QueryEvent = QueryCreated | RetrievalCompleted | OutputDelta | CitationAdded | Q
 # Store
 
 
-class StoreStats(Reply):
+class StoreStats(Reply, frozen=True, kw_only=True):
     collections: int
     documents: int
     chunks: int
@@ -391,14 +391,14 @@ class StoreStats(Reply):
     healed: int
 
 
-class StoreProblem(Reply):
+class StoreProblem(Reply, frozen=True, kw_only=True):
     kind: str  # missing | damaged | orphan | ...
     subject: str
     detail: str
     hint: str = ""
 
 
-class StoreVerification(Reply):
+class StoreVerification(Reply, frozen=True, kw_only=True):
     files_checked: int
     bytes_checked: int
     problems: list[StoreProblem]
