@@ -1,0 +1,1 @@
+"""Language models: which are supported, how they are installed and loaded, and the seam to transformers."""
