@@ -1,0 +1,214 @@
+"""What the kernels are told: the integers of one step, and how a layer rotates.
+
+    sequence   0              1
+    rows of q  |0 1 2 3 4|    |5|                        query_start   = [0, 5, 6]
+    segments   A(54) B(97)    A(54) C(0) D(16)           segment_start = [0, 2, 5]
+
+    segment    first entry ──► block_ids   num_tokens   position   stored_position
+      A        0  [7 2 9 4]                54           0          0
+      B        4  [1 8 3 5 6 0 12]         97           54         31
+      A        0  (the same entries)       54           16         0       one block, two places
+      ...
+
+A segment's blocks are full but for the last, so that token `i` stands in entry `first + i // block_size`. Its key was
+rotated at `stored_position + i` and is to count as one at `position + i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkv.errors import KernelArgumentError
+
+SegmentInts = tuple[Sequence[int], int, int, int]  # blocks, num_tokens, position, stored_position
+
+_LAST_POSITION = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """The RoPE of a layer, as far as moving a key needs it. Let layers that rotate alike share one object.
+
+    Attributes:
+        inv_freq: float64 [rotary_dim / 2], radians per position. Scaled cos and sin (YaRN's attention factor) are
+            not part of it: the move is a pure rotation.
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + rotary_dim / 2), as in GPT-NeoX.
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inv_freq.dim() != 1 or self.inv_freq.dtype != torch.float64 or self.inv_freq.numel() == 0:
+            raise KernelArgumentError(
+                f"inv_freq is {self.inv_freq.dtype} {list(self.inv_freq.shape)}, not float64 [rotary_dim / 2]"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.inv_freq.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionResult:
+    """What `paged_attention` returns.
+
+    Attributes:
+        out: [num_tokens, num_heads, head_dim], q's dtype. Rows that see no key are 0.
+        lse: [num_tokens, num_heads] float32, natural log of the sum of exp(score); -inf for rows that see no key.
+        block_mass: [num_heads, num_entries] float32: softmax mass that each entry of `plan.block_ids` received,
+            summed over the query rows of every sequence that maps the entry.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    block_mass: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """One step's integers, the same for all layers: int32, contiguous, all on one device.
+
+    Attributes:
+        query_start: [num_seqs + 1], rows of q that each sequence owns.
+        query_position: [num_tokens], absolute position of each row; any order, holes allowed.
+        segment_start: [num_seqs + 1], rows of `segments` that each sequence owns.
+        segments: [num_segments, 4]: first entry in `block_ids`, num_tokens, position, stored_position.
+        block_ids: [num_entries]. Entries past those that a segment needs may hold anything.
+    """
+
+    query_start: Tensor
+    query_position: Tensor
+    segment_start: Tensor
+    segments: Tensor
+    block_ids: Tensor
+    _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _fits: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)  # (num_blocks, block_size)
+
+    def __post_init__(self) -> None:
+        shapes = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}
+        for name, dim in shapes.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.dtype != torch.int32 or tensor.dim() != dim or not tensor.is_contiguous():
+                raise KernelArgumentError(
+                    f"plan.{name} is {tensor.dtype} {list(tensor.shape)}: contiguous int32 with {dim} dims is needed"
+                )
+            if tensor.device != self.query_start.device:
+                raise KernelArgumentError(f"plan.{name} is on {tensor.device}, query_start on {self.device}")
+        if self.segments.shape[1] != 4:
+            raise KernelArgumentError(f"plan.segments is {list(self.segments.shape)}, not [num_segments, 4]")
+        if self.query_start.numel() < 1 or self.query_start.shape != self.segment_start.shape:
+            raise KernelArgumentError(
+                f"plan.query_start {list(self.query_start.shape)} and segment_start "
+                f"{list(self.segment_start.shape)} are not both [num_seqs + 1]"
+            )
+
+    @classmethod
+    def build(
+        cls,
+        tables: Sequence[Sequence[SegmentInts]],
+        query_positions: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """One plan from each sequence's segments (blocks, num_tokens, position, stored_position) and query positions."""
+        if len(tables) != len(query_positions):
+            raise KernelArgumentError(f"{len(tables)} block tables but query positions of {len(query_positions)}")
+        entries: list[int] = []
+        segments: list[tuple[int, int, int, int]] = []
+        segment_start = [0]
+        for table in tables:
+            for blocks, num_tokens, position, stored_position in table:
+                segments.append((len(entries), num_tokens, position, stored_position))
+                entries.extend(blocks)
+            segment_start.append(len(segments))
+        query_start = np.cumsum([0, *(len(positions) for positions in query_positions)])
+        flat_positions = [position for positions in query_positions for position in positions]
+
+        def on_device(values: Sequence[object] | np.ndarray, *shape: int) -> Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.int32).reshape(*shape)).to(device)
+
+        return cls(
+            query_start=on_device(query_start, -1),
+            query_position=on_device(flat_positions, -1),
+            segment_start=on_device(segment_start, -1),
+            segments=on_device(segments, -1, 4),
+            block_ids=on_device(entries, -1),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.query_start.device
+
+    @property
+    def num_seqs(self) -> int:
+        return self.query_start.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_position.numel()
+
+    @property
+    def num_segments(self) -> int:
+        return self.segments.shape[0]
+
+    @property
+    def num_entries(self) -> int:
+        return self.block_ids.numel()
+
+    def validate(self, num_blocks: int, block_size: int) -> None:
+        """Check every bound that the kernels rely on. The first call for a pair costs, later ones do not.
+
+        Raises:
+            KernelArgumentError: rows, segments, entries or block ids are out of range.
+        """
+        if (num_blocks, block_size) in self._fits:
+            return
+        _check_starts("query_start", self.query_start, self.num_tokens)
+        _check_starts("segment_start", self.segment_start, self.num_segments)
+        segments = self.segments.cpu().numpy().astype(np.int64)
+        first, num_tokens, position, stored_position = segments.T
+        needed = -(-num_tokens // block_size)
+        for name, wrong in {
+            "a negative number of tokens": num_tokens < 0,
+            f"entries outside block_ids [{self.num_entries}]": (first < 0) | (first + needed > self.num_entries),
+            "positions outside [0, 2**31)": (position < 0) | (position + num_tokens > _LAST_POSITION),
+            "stored positions outside [0, 2**31)": (stored_position < 0)
+            | (stored_position + num_tokens > _LAST_POSITION),
+        }.items():
+            if wrong.any():
+                index = int(wrong.argmax())
+                raise KernelArgumentError(f"segment {index} has {name}: {segments[index].tolist()}")
+        ids = self.block_ids.cpu().numpy()
+        used = np.zeros(self.num_entries + 1, dtype=np.int64)  # +1 where a segment's entries begin, -1 past them
+        np.add.at(used, first[needed > 0], 1)
+        np.add.at(used, (first + needed)[needed > 0], -1)
+        wrong = (used[:-1].cumsum() > 0) & ((ids < 0) | (ids >= num_blocks))
+        if wrong.any():
+            entry = int(wrong.argmax())
+            raise KernelArgumentError(f"block id {ids[entry]} in entry {entry}, but the pool has {num_blocks} blocks")
+        self._fits.add((num_blocks, block_size))
+
+    def turns(self, rotation: Rotation) -> Tensor:
+        """cos and sin of -(position - stored_position) * inv_freq: float32 [num_segments, 2, rotary_dim / 2].
+
+        Angles are float64, so that an offset of 131,071 keeps all of float32's digits. Kept for the plan's life.
+        """
+        found = self._turns.get(rotation)
+        if found is None:
+            offset = (self.segments[:, 3] - self.segments[:, 2]).double()
+            angle = offset[:, None] * rotation.inv_freq.to(self.device)
+            found = torch.stack((angle.cos(), angle.sin()), dim=1).float().contiguous()
+            self._turns[rotation] = found
+        return found
+
+
+def _check_starts(name: str, starts: Tensor, end: int) -> None:
+    values = starts.cpu().numpy()
+    if values[0] != 0 or values[-1] != end or (np.diff(values) < 0).any():
+        raise KernelArgumentError(f"plan.{name} does not rise from 0 to {end}: {values.tolist()[:8]}")
