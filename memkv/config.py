@@ -27,6 +27,7 @@ class ServerConfig:
     max_body_bytes: int = 10_000_000
     drain_seconds: float = 30.0  # how long SIGTERM waits for running requests
     threads: int = 16  # requests that may wait for the store or the engine at the same time
+    queue_seconds: float = 10.0  # how long a request may wait for one of these threads before it gets 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ _AT_LEAST = {
     "server.max_body_bytes": 1,
     "server.drain_seconds": 0,
     "server.threads": 1,
+    "server.queue_seconds": 0,
     "store.busy_seconds": 0,
     "engine.pool_bytes": 1,
     "engine.max_batch_tokens": 1,

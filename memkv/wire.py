@@ -9,6 +9,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
+from memkv.errors import MemKVError
+
 T = TypeVar("T")
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -16,7 +18,7 @@ Filter = dict[
     str, Any
 ]  # {"type": "eq", "key": ..., "value": ...} | {"type": "and", "filters": [...]} | {key: value}
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
 ExternalId = Annotated[str, Meta(min_length=1, max_length=512)]
 Title = Annotated[str, Meta(max_length=512)]
 TopK = Annotated[int, Meta(ge=1, le=1000)]
@@ -57,6 +59,20 @@ class Problem(Reply, frozen=True, kw_only=True):
     instance: str = ""
     request_id: str = ""
     errors: list[ProblemItem] = []
+
+
+def problem_for(error: MemKVError, *, instance: str = "", request_id: str = "") -> Problem:
+    """What a client is told of an error; `memkv.errors.error_for(code, status)` leads back to its class."""
+    return Problem(
+        type=f"urn:memkv:problem:{error.code}",
+        title=error.code.replace("_", " ").capitalize(),
+        status=error.status,
+        detail=error.detail,
+        code=error.code,
+        hint=error.hint,
+        instance=instance,
+        request_id=request_id or error.request_id,
+    )
 
 
 # Service
@@ -118,14 +134,25 @@ class PageRequest(Request, frozen=True, kw_only=True):
 # Collections
 
 
-class CollectionCreate(Request, frozen=True, kw_only=True):
-    name: Name
+class CollectionSettings(Request, frozen=True, kw_only=True):
+    """What a collection may be given; what is None comes from the server's configuration."""
+
     description: Annotated[str, Meta(max_length=4096)] = ""
     metadata: Metadata = {}
     chunk_tokens: Annotated[int, Meta(ge=16, le=4096)] | None = None
     block_size: Literal[8, 16, 32] | None = None
     prefill: Prefill | None = None
     system_prompt: Annotated[str, Meta(max_length=16_384)] | None = None
+
+
+class CollectionCreate(CollectionSettings, frozen=True, kw_only=True):
+    name: Name
+
+
+class CollectionPut(CollectionSettings, frozen=True, kw_only=True):
+    """Create-or-get by the name in the path; a name in the body must be the same."""
+
+    name: Name | None = None
 
 
 class CollectionCounts(Reply, frozen=True, kw_only=True):
