@@ -24,7 +24,7 @@ Title = Annotated[str, Meta(max_length=512)]
 TopK = Annotated[int, Meta(ge=1, le=1000)]
 QueryText = Annotated[str, Meta(min_length=1, max_length=100_000)]
 
-DocumentStatus = Literal["queued", "processing", "ready", "failed"]
+DocumentStatus = Literal["pending", "ready", "failed"]
 JobStatus = Literal["queued", "running", "succeeded", "partial", "failed", "cancelled"]
 Prefill = Literal["eager", "on_first_use"]
 Reuse = Literal["auto", "off", "strict"]
