@@ -97,7 +97,7 @@ class BlockTable:
         self._segments[-1] = grown
 
     def slot(self, position: int) -> int:
-        """Where a position's key lives: block * block_size + offset. Raises KeyError for a position in a gap."""
+        """Where a position's key lives: block * block_size + offset. Raises KeyError in a gap."""
         for segment in reversed(self._segments):
             if segment.position <= position < segment.end:
                 block, offset = divmod(position - segment.position, self._block_size)

@@ -9,7 +9,10 @@ from memkv.kv.layout import KVLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """`data` holds `layout.blocks_for(num_tokens)` whole blocks in `KVLayout` order; slots past `num_tokens` are zero."""
+    """`data` holds `layout.blocks_for(num_tokens)` whole blocks in `KVLayout` order.
+
+    Slots past `num_tokens` are zero.
+    """
 
     layout: KVLayout
     num_tokens: int
