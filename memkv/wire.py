@@ -78,6 +78,10 @@ def problem_for(error: MemKVError, *, instance: str = "", request_id: str = "") 
 # Service
 
 
+class Health(Reply, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+
+
 class ModelInfo(Reply, frozen=True, kw_only=True):
     name: str
     architecture: str
@@ -159,7 +163,7 @@ class CollectionCounts(Reply, frozen=True, kw_only=True):
     documents: int = 0
     chunks: int = 0
     tokens: int = 0
-    blocks: int = 0
+    kv_files: int = 0  # the prefix's included
 
 
 class Collection(Reply, frozen=True, kw_only=True):
@@ -210,7 +214,7 @@ class Document(Reply, frozen=True, kw_only=True):
     metadata: Metadata
     status: DocumentStatus
     content_hash: str
-    characters: int
+    bytes: int  # of the text in UTF-8
     chunks: int
     tokens: int
     created_at: str
@@ -258,9 +262,9 @@ class Job(Reply, frozen=True, kw_only=True):
 
 
 class Accepted(Reply, frozen=True, kw_only=True):
-    """Answer to an ingest: the job, and what became of each document in the order sent."""
+    """Answer to an ingest: the job, if there is work, and what became of each document in the order sent."""
 
-    job: Job
+    job: Job | None  # none where every document was unchanged
     documents: list[AcceptedDocument]
 
 
