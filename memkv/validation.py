@@ -1,8 +1,8 @@
 """Requests from bytes or from Python values, held to their types and to what types cannot say.
 
-JSON nests at most 64 deep, integers stay within what a double holds exactly (2^53), numbers are finite, and no
-string holds NUL or a lone surrogate: a database or another JSON parser would refuse or change them. The text of
-a document is the exception: `memkv.text` has its own rules for it and says what it did.
+JSON nests at most 64 deep, integers stay within what a double holds exactly (2^53), numbers are finite, and
+no string holds NUL or a lone surrogate: a database or another JSON parser would refuse or change them. The
+text of a document is the exception: `memkv.text` has its own rules for it and says what it did.
 """
 
 from __future__ import annotations

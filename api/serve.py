@@ -1,0 +1,168 @@
+"""Runs the server: where it listens, and how it stops.
+
+SIGTERM or SIGINT -> new requests get 503, running ones go on -> none is left, or `drain_seconds` are over:
+what still runs is told so (an `error` event, or 503) -> the sockets close.  A second signal skips the wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import structlog
+import uvicorn
+from memkv.api.app import create_app
+from memkv.api.drain import Drain
+from memkv.api.log import configure_logging
+from memkv.api.protocol import HTTPProtocol
+
+from memkv.config import Config, ServerConfig
+from memkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
+
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep an idle connection, so that it is they who close it
+_FLUSH_SECONDS = 2  # for the last words of requests that were cut
+_BACKLOG = 1024
+
+_log = structlog.get_logger("memkv.api")
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A listening socket; call it before the model is loaded, so that a taken port shows at once.
+
+    Raises:
+        ConfigError: the address is not loopback and `insecure` is not set, does not exist, or is taken.
+    """
+    family, address = _resolve(config)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, config.port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _bind_error(config, error) from error
+    sock.setblocking(False)
+    return sock
+
+
+def serve(
+    memory: Memory,
+    config: Config,
+    *,
+    sock: socket.socket | None = None,
+    on_start: Callable[[str], None] | None = None,
+) -> None:
+    """Serves `memory` until the process is told to stop; returns when no request runs any more.
+
+    Args:
+        memory: open; the caller closes it afterwards.
+        config: its sections `server` and `log`.
+        sock: from `listen`; made here by default.
+        on_start: called with the server's URL once it answers.
+
+    Raises:
+        ConfigError: see `listen`.
+    """
+    sock = sock or listen(config.server)
+    configure_logging(config.log)
+    drain = Drain()
+    app = create_app(memory, config, drain=drain)
+    settings = uvicorn.Config(
+        app,
+        access_log=False,
+        http=HTTPProtocol,
+        lifespan="on",
+        log_config=None,
+        loop="asyncio",
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        ws="none",
+    )
+    url = _url(sock)
+    server = _DrainingServer(settings, drain, config.server.drain_seconds, lambda: _started(url, on_start))
+    server.run(sockets=[sock])
+
+
+class _DrainingServer(uvicorn.Server):
+    def __init__(
+        self, settings: uvicorn.Config, drain: Drain, drain_seconds: float, on_start: Callable[[], None]
+    ) -> None:
+        super().__init__(settings)
+        self._drain = drain
+        self._drain_seconds = drain_seconds
+        self._on_start = on_start
+        self._deadline = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drain.draining:
+            self._deadline = 0.0
+        else:
+            self._deadline = time.monotonic() + self._drain_seconds
+            self._drain.begin()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._drain.draining and (self._drain.running == 0 or time.monotonic() >= self._deadline):
+            _log.info("stopping", requests_cut=self._drain.running)
+            self._drain.cut()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _started(url: str, on_start: Callable[[str], None] | None) -> None:
+    _log.info("listening", url=url)
+    if on_start is not None:
+        on_start(url)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _resolve(config: ServerConfig) -> tuple[socket.AddressFamily, str]:
+    host = config.host.strip("[]")
+    if not host:
+        raise ConfigError("server.host is empty", hint="127.0.0.1 for this machine only")
+    try:
+        found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"server.host = {config.host!r} is no address of this machine",
+            hint="127.0.0.1 for this machine only",
+        ) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    if not config.insecure and not all(_is_loopback(address) for address in addresses):
+        raise ConfigError(
+            f"server.host = {config.host} would let other machines in, and nothing checks who asks",
+            hint="listen on 127.0.0.1, or say --insecure (server.insecure) where the network is trusted",
+        )
+    return found[0][0], addresses[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _bind_error(config: ServerConfig, error: OSError) -> ConfigError:
+    place = f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{place} is taken by another process", hint=f"choose another port: --port {config.port + 1}"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ConfigError(f"this user may not listen on {place}", hint="choose a port above 1023")
+    return ConfigError(f"cannot listen on {place}: {error.strerror}", hint="see server.host and server.port")
