@@ -112,7 +112,9 @@ class BlockTable:
             assert segment.position >= end, "bug: segments overlap"
             end = segment.end
             if segment.private:
-                assert private.isdisjoint(segment.blocks), "bug: a private block is mapped twice"
+                assert len(set(segment.blocks)) == len(segment.blocks) and private.isdisjoint(
+                    segment.blocks
+                ), "bug: a private block is mapped twice"
                 private.update(segment.blocks)
         assert private.isdisjoint(self.shared_blocks()), "bug: a block is private and shared"
 

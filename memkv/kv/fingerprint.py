@@ -90,6 +90,7 @@ def input_key(
 
     The tenant's secret is the key, so no tenant can name, guess or share another's blocks.
     """
+    assert tenant_secret, "bug: a tenant without a secret"  # an empty key would leave the digest unkeyed
     digest = hashlib.blake2b(key=tenant_secret, digest_size=32, person=b"memkv-input-key")
     digest.update(bytes.fromhex(fingerprint_digest))
     _add_tokens(digest, context, tokens)
