@@ -1,0 +1,1 @@
+"""Generation and prefill over one device: sequences, their blocks, and the thread that runs them."""

@@ -1,0 +1,381 @@
+"""The engine: one thread that owns a device, and the calls that reach it from any other.
+
+generate, prefill, cancel, drop ──► agenda ──► │ engine's thread │ ──► outbox ──► Generation, PrefillJob
+loader threads: chunk read      ──►            │ settle, step    │
+
+loop    do what was posted  ─►  settle every lane (expire, admit, promote)  ─►  one step of one lane  ─►  send
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from memkv.config import EngineConfig
+from memkv.engine.failure import typed_error
+from memkv.engine.fair_share import FairShare
+from memkv.engine.generation import Generation
+from memkv.engine.lane import Lane, LaneStats
+from memkv.engine.limits import require_blocks, require_context
+from memkv.engine.loader import Loader
+from memkv.engine.model_runner import ModelRunner
+from memkv.engine.prefill import Computed, PrefillJob
+from memkv.engine.request import GenerateRequest, PrefillRequest
+from memkv.engine.residency import KVSource
+from memkv.engine.scheduler import Task
+from memkv.engine.sequence import Sequence
+from memkv.engine.threads import use_threads
+from memkv.engine.work import Agenda, Outbox, Work
+from memkv.errors import ConfigError, EngineClosed, MemKVError
+from memkv.kv.chunk import ChunkKV
+from memkv.kv.layout import KVLayout
+from memkv.model.loader import LoadedModel
+
+_log = logging.getLogger(__name__)
+_KV_DTYPES = ("float32", "bfloat16")  # what the kernels read
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine as of the end of the last step; `alive` says whether its thread takes requests."""
+
+    alive: bool
+    threads: int  # 0 until they are calibrated
+    lanes: tuple[LaneStats, ...]
+
+
+class Engine:
+    """Generates and prefills with one model. Every method may be called from any thread.
+
+    Each block size has a lane of its own, made when it is first asked for, with a pool of
+    `config.pool_bytes`: an engine that serves collections of two block sizes may hold twice that. On a CPU
+    the system backs the pool with memory as blocks are first written.
+
+    Args:
+        model: loaded and verified.
+        kv_dtype: "float32" or "bfloat16", of keys and values.
+        config: sizes and limits.
+        poison: for tests; what is not written reads as NaN.
+
+    Raises:
+        ConfigError: no kernel reads `kv_dtype`.
+    """
+
+    def __init__(
+        self, model: LoadedModel, kv_dtype: str, config: EngineConfig, *, poison: bool = False
+    ) -> None:
+        if kv_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv.dtype = {kv_dtype!r} is not served", hint=" or ".join(_KV_DTYPES))
+        self._model = model
+        self._kv_dtype = kv_dtype
+        self._config = config
+        self._poison = poison
+        self._runner = ModelRunner(model)
+        self._agenda = Agenda()
+        self._outbox = Outbox()
+        self._loader = Loader()
+        self._lanes: dict[KVLayout, Lane] = {}
+        self._turns: FairShare[tuple[KVLayout, str]] = FairShare()
+        self._threads = 0
+        self._changed = threading.Condition()  # guards what follows
+        self._tasks: dict[Task, KVLayout] = {}  # everything submitted and not finished
+        self._closing = False
+        self._death: BaseException | None = None
+        self._stats = EngineStats(alive=True, threads=0, lanes=())
+        self._thread = threading.Thread(target=self._run, name="memkv-engine", daemon=True)
+        self._thread.start()
+
+    def layout(self, block_size: int) -> KVLayout:
+        """The layout of this model's KV. Raises `LayoutError` for a block size that no kernel serves."""
+        spec = self._model.spec
+        return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self._kv_dtype)
+
+    def generate(self, request: GenerateRequest, source: KVSource) -> Generation:
+        """Starts an answer and returns at once.
+
+        Args:
+            source: where the chunks' KV is read from, and written to where it had to be computed.
+
+        Raises:
+            BadRequestError: the request is not valid.
+            ContextTooLong: it can never run: it exceeds the model's context or the whole pool.
+            EngineClosed: the engine takes no requests any more.
+
+        The generation itself may fail with `Overloaded`, `ReuseUnavailable`, what the source raises, or
+        what the model's step raises.
+        """
+        request.validate(self._model.spec.vocab_size)
+        layout = self.layout(request.block_size)
+        generation = Generation()
+        sequence = Sequence(
+            request,
+            source,
+            generation,
+            self._model.spec.eos_token_ids,
+            time.monotonic(),
+            self._config.queue_seconds,
+        )
+        generation.on_cancel = partial(self._cancel, sequence)
+        placement = sequence.placement
+        require_context(self._model.spec, request.prompt_tokens, request.sampling.max_tokens)
+        blocks = placement.num_mapped_blocks + placement.num_private_blocks
+        require_blocks(layout, blocks, self._num_blocks(layout))
+        self._submit(sequence, layout)
+        return generation
+
+    def prefill(
+        self,
+        request: PrefillRequest,
+        source: KVSource,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[ChunkKV]:
+        """Computes chunks behind their prefix, many in a pass, and returns them in the order asked for.
+
+        Running generations take turns with it. What it computed stays resident while nothing else needs
+        the room.
+
+        Args:
+            source: of the prefix alone: read, and written to where it had to be computed.
+            on_progress: called in this thread with the chunks done and the chunks asked for.
+
+        Raises:
+            BadRequestError, ContextTooLong, EngineClosed: as for `generate`.
+            Overloaded: no blocks became free in time.
+            ModelError: a key or value is not a finite number.
+        """
+        request.validate(self._model.spec.vocab_size)
+        layout = self.layout(request.block_size)
+        prefix_blocks = layout.blocks_for(request.prefix.num_tokens)
+        for ref in request.chunks:
+            require_context(self._model.spec, ref.stored_position + ref.num_tokens, 0)
+            blocks = prefix_blocks + layout.blocks_for(ref.num_tokens)
+            require_blocks(layout, blocks, self._num_blocks(layout))
+        if not request.chunks:
+            return []
+        job = PrefillJob(request, source, time.monotonic())
+        self._submit(job, layout)
+        return self._collect(job, on_progress)
+
+    def drop(self, input_keys: Iterable[str]) -> None:
+        """Forgets resident chunks: requests that come later read them from their source again."""
+        keys = tuple(input_keys)
+        self._agenda.post(Work(partial(self._drop, keys), lambda: ()))
+
+    def stats(self) -> EngineStats:
+        """Without waiting for a step."""
+        return replace(self._stats, alive=self._thread.is_alive() and not self._closing)
+
+    def check_integrity(self) -> None:
+        """Asserts between two steps that every block is accounted for."""
+        done: Future[None] = Future()
+
+        def check() -> None:
+            try:
+                for lane in self._lanes.values():
+                    lane.check_integrity()
+            except AssertionError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        try:
+            self._agenda.post(Work(check, lambda: ()))
+        except EngineClosed:
+            self._thread.join()
+            check()
+        done.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Takes no more requests, gives those it has time to finish, ends the rest with `EngineClosed`."""
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._tasks or not self._thread.is_alive(), drain_seconds)
+        self._agenda.close()
+        self._thread.join()
+        self._loader.close()
+
+    # In the caller's thread
+
+    def _submit(self, task: Task, layout: KVLayout) -> None:
+        with self._changed:
+            if self._closing or self._death is not None:
+                raise self._closed_error()
+            self._tasks[task] = layout
+            try:
+                self._agenda.post(Work(partial(self._admit, task, layout), lambda: (task,)))
+            except EngineClosed:
+                del self._tasks[task]
+                raise self._closed_error() from None
+
+    def _collect(self, job: PrefillJob, on_progress: Callable[[int, int], None] | None) -> list[ChunkKV]:
+        total = len(job.request.chunks)
+        found: dict[int, ChunkKV] = {}
+        try:
+            while len(found) < total:
+                event = job.events.get()
+                if not isinstance(event, Computed):
+                    raise event
+                found[event.index] = event.kv
+                if on_progress is not None:
+                    on_progress(len(found), total)
+        finally:
+            if len(found) < total:
+                self._cancel(job)
+        return [found[index] for index in range(total)]
+
+    def _cancel(self, task: Task) -> None:
+        try:
+            self._agenda.post(Work(partial(self._cancel_now, task), lambda: (task,)))
+        except EngineClosed:
+            return  # it has ended already
+
+    def _num_blocks(self, layout: KVLayout) -> int:
+        return self._config.pool_bytes // layout.bytes_per_block
+
+    def _closed_error(self) -> EngineClosed:
+        if self._death is None:
+            return EngineClosed("the engine is closed")
+        error = EngineClosed(
+            f"the engine's thread died: {type(self._death).__name__}: {self._death}",
+            hint="restart the server",
+        )
+        error.__cause__ = self._death
+        return error
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        try:
+            spec = self._model.spec
+            self._threads = use_threads(self._config.threads, spec.num_heads * spec.head_dim)
+            while not self._agenda.is_closed:
+                self._loop_once()
+        except BaseException as error:  # noqa: BLE001  # the thread's top: everyone is told why
+            _log.critical("the engine's thread died", exc_info=True)
+            self._death = error
+        finally:
+            self._end()
+
+    def _loop_once(self) -> None:
+        self._do_posted()
+        now = time.monotonic()
+        for lane in self._lanes.values():
+            lane.settle(now)
+        stepped = self._step()
+        self._send()
+        if not stepped:
+            deadline = min((lane.next_deadline() for lane in self._lanes.values()), default=float("inf"))
+            self._agenda.wait(max(0.0, deadline - time.monotonic()))
+
+    def _do_posted(self) -> None:
+        while (work := self._agenda.next_posted()) is not None:
+            self._do(work)
+
+    def _step(self) -> bool:
+        """One step of the lane and kind whose turn it is; False where there is nothing to compute."""
+        ready = [(layout, "generation") for layout, lane in self._lanes.items() if lane.has_generations]
+        shared = any(lane.awaits_generation for lane in self._lanes.values())
+        ready += [(layout, "fill") for layout, lane in self._lanes.items() if lane.has_fills]
+        if not ready:
+            return False
+        turn = self._turns.choose(ready)
+        lane = self._lanes[turn[0]]
+        started = time.monotonic()
+        self._do(lane.generation_work() if turn[1] == "generation" else lane.fill_work(shared=shared))
+        while (work := self._agenda.next_follow_up()) is not None:
+            self._do(work)
+        self._turns.charge(turn, time.monotonic() - started)
+        return True
+
+    def _do(self, work: Work) -> None:
+        """The top of everything that a request can make fail."""
+        try:
+            work.run()
+        except Exception as error:  # noqa: BLE001  # one request's failure must not be another's
+            if not isinstance(error, MemKVError):
+                _log.exception("a step failed")
+            for task in work.scope():
+                self._fail(task, typed_error(error))
+
+    def _admit(self, task: Task, layout: KVLayout) -> None:
+        if layout not in self._lanes:
+            self._lanes[layout] = Lane(
+                layout,
+                self._num_blocks(layout),
+                self._runner,
+                self._config,
+                self._loader,
+                self._agenda,
+                self._outbox,
+                poison=self._poison,
+            )
+        self._lanes[layout].submit(task)
+
+    def _cancel_now(self, task: Task) -> None:
+        lane = self._lane_of(task)
+        if lane is not None and not task.is_finished:
+            lane.cancel(task)
+
+    def _fail(self, task: Task, error: MemKVError) -> None:
+        if task.is_finished:
+            return
+        lane = self._lane_of(task)
+        if lane is None:  # it could not be made
+            self._outbox.finish(task, error)
+        else:
+            lane.fail(task, error)
+
+    def _lane_of(self, task: Task) -> Lane | None:
+        layout = self._tasks.get(task)
+        return None if layout is None else self._lanes.get(layout)
+
+    def _drop(self, input_keys: tuple[str, ...]) -> None:
+        for lane in self._lanes.values():
+            lane.residency.drop(input_keys)
+
+    def _send(self) -> None:
+        """Publishes the state of things, then tells the consumers: what they see next is not older."""
+        finished = self._outbox.take_finished()
+        self._publish()
+        if finished:
+            with self._changed:
+                for task in finished:
+                    self._tasks.pop(task, None)
+                self._changed.notify_all()
+        self._outbox.send()
+
+    def _publish(self) -> None:
+        self._stats = EngineStats(
+            alive=True,
+            threads=self._threads,
+            lanes=tuple(lane.stats() for lane in self._lanes.values()),
+        )
+
+    def _end(self) -> None:
+        """Nobody is left waiting: whatever is not finished ends with `EngineClosed`."""
+        self._agenda.close()
+        with self._changed:
+            self._closing = True
+            tasks = list(self._tasks)
+        for task in tasks:
+            try:
+                self._fail(task, self._closed_error())
+            except Exception:  # noqa: BLE001  # its books are broken; the consumer is told all the same
+                _log.exception("blocks of a request could not be given back")
+                self._outbox.finish(task, self._closed_error())
+        self._send()

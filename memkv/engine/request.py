@@ -1,0 +1,119 @@
+"""What the engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from memkv.engine.residency import ChunkRef
+from memkv.engine.reuse import Exact, ReusePolicy
+from memkv.engine.sampler import Sampling
+from memkv.errors import BadRequestError
+
+Reuse = Literal["auto", "off", "strict"]
+
+
+class TextDecoder(Protocol):
+    """Token ids of one answer to text, in order. Called from the engine's thread."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One answer: prefix, chunks and tail stand behind each other, positions from 0 without gaps.
+
+    Attributes:
+        prefix: the collection's; a ref without context, possibly without tokens.
+        chunks: in prompt order; each was, or will be, prefilled behind the prefix.
+        tail_ids: what follows the chunks (the question and the answer's head); at least one token.
+        block_size: of the collection's layout.
+        policy: which blocks of the chunks are computed afresh.
+        reuse: "auto" maps what there is and prefills what is missing; "strict" raises `ReuseUnavailable`
+            where a mapped chunk has no KV; "off" maps nothing, not even the prefix.
+        sampling: how the answer is drawn.
+        decoder: makes the answer's decoder; without one, events carry token ids and no text.
+        queue_seconds: how long it may wait for blocks; the configuration's value by default.
+        keep_logits: for measurements: the result carries the logits behind the last so many prompt tokens
+            and behind every token of the answer.
+    """
+
+    prefix: ChunkRef
+    chunks: tuple[ChunkRef, ...]
+    tail_ids: tuple[int, ...]
+    block_size: int = 16
+    policy: ReusePolicy = field(default_factory=Exact)
+    reuse: Reuse = "auto"
+    sampling: Sampling = field(default_factory=Sampling)
+    decoder: Callable[[], TextDecoder] | None = None
+    queue_seconds: float | None = None
+    keep_logits: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prefix.num_tokens + sum(chunk.num_tokens for chunk in self.chunks) + len(self.tail_ids)
+
+    def prompt_ids(self) -> list[int]:
+        return [*_tokens_of((self.prefix, *self.chunks)), *self.tail_ids]
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises `BadRequestError` for what no engine can run."""
+        _validate_refs(self.prefix, self.chunks, vocab_size)
+        _validate_ids(self.tail_ids, vocab_size)
+        if not self.tail_ids:
+            raise BadRequestError("the prompt has no tail", hint="a question is needed behind the chunks")
+        if self.reuse not in ("auto", "off", "strict"):
+            raise BadRequestError(f"reuse = {self.reuse!r} is not possible", hint="auto, off or strict")
+        if self.sampling.stop and self.decoder is None:
+            raise BadRequestError("stop texts need a decoder", hint="pass `decoder` in the request")
+        if not 0 <= self.keep_logits <= self.prompt_tokens:
+            raise BadRequestError(
+                f"keep_logits = {self.keep_logits} is not possible", hint="0 to the prompt's tokens"
+            )
+        if self.queue_seconds is not None and not self.queue_seconds >= 0:
+            raise BadRequestError(f"queue_seconds = {self.queue_seconds} is not possible", hint="at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Chunks to be computed behind one prefix, each as if no other were there."""
+
+    prefix: ChunkRef
+    chunks: tuple[ChunkRef, ...]
+    block_size: int = 16
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises `BadRequestError` for what no engine can run."""
+        _validate_refs(self.prefix, self.chunks, vocab_size)
+
+
+def _tokens_of(refs: Iterable[ChunkRef]) -> Iterable[int]:
+    return (token for ref in refs for token in ref.token_ids)
+
+
+def _validate_refs(prefix: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: int) -> None:
+    if prefix.context_ids:
+        raise BadRequestError("the prefix has a context", hint="a prefix is a ref with context_ids = ()")
+    _validate_ids(prefix.token_ids, vocab_size)
+    for ref in chunks:
+        _validate_ids(ref.token_ids, vocab_size)
+        if not ref.token_ids:
+            raise BadRequestError(f"chunk {ref.input_key[:16]} has no tokens")
+        if ref.context_ids != prefix.token_ids:
+            raise BadRequestError(
+                f"chunk {ref.input_key[:16]} belongs behind another prefix",
+                hint="use the prefix that the collection was made with",
+            )
+
+
+def _validate_ids(ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise BadRequestError(
+            f"token ids run from {min(ids)} to {max(ids)}, the model's vocabulary from 0 to {vocab_size - 1}",
+            hint="the tokenizer and the model do not belong together",
+        )

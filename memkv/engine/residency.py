@@ -1,0 +1,273 @@
+"""Which chunks are in device memory, who holds them, and which go when room is needed.
+
+    missing ──pin──► reserved ──ready()──► resident, pinned ⇄ resident, idle ──evicted or dropped──► missing
+                        └─ last pin released before it was ready: its blocks are free again
+
+The cache itself holds one reference to every block of a chunk, and each pin one more; the sequences that map
+a chunk share its blocks whatever their positions. A dropped chunk is not found any more, and lives until its
+last pin is released.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from memkv.engine.kv_cache import KVCache
+from memkv.errors import InternalServerError, PoolExhausted
+from memkv.kv.block_pool import BlockPool
+from memkv.kv.chunk import ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """A chunk by its key, with the tokens that its KV depends on. The prefix is one with no context."""
+
+    input_key: str
+    context_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stored_position(self) -> int:
+        """The position at which its first key was rotated."""
+        return len(self.context_ids)
+
+
+class KVSource(Protocol):
+    """Where chunks come from when they are not resident. Called from the engine's loader threads."""
+
+    def read(self, ref: ChunkRef) -> ChunkKV | None:
+        """The verified KV of a chunk; None where there is none or it was damaged."""
+
+    def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
+        """Keeps what the engine had to prefill because `read` had nothing."""
+
+
+class ResidentChunk:
+    """A chunk that holds blocks. `ready`: they are written and may be mapped."""
+
+    __slots__ = ("blocks", "dropped", "pins", "ready", "ref")
+
+    def __init__(self, ref: ChunkRef, blocks: Sequence[int]) -> None:
+        self.ref = ref
+        self.blocks = tuple(blocks)
+        self.ready = False
+        self.dropped = False
+        self.pins = 0
+
+
+class Pin:
+    """Holds chunks in place until it is released: neither eviction nor deletion takes their blocks.
+
+    Attributes:
+        chunks: one for each distinct ref, in the order asked for.
+        reserved: those of them that are new: somebody has to fill them and call `Residency.ready`.
+    """
+
+    def __init__(
+        self, residency: Residency, chunks: list[ResidentChunk], reserved: list[ResidentChunk]
+    ) -> None:
+        self._residency = residency
+        self.chunks = chunks
+        self.reserved = reserved
+        self._released = False
+
+    @property
+    def is_ready(self) -> bool:
+        return all(chunk.ready for chunk in self.chunks)
+
+    def release(self, *, cold: bool = False) -> None:
+        """Lets go, once. `cold`: what becomes idle is the first to be evicted, not the last."""
+        if not self._released:
+            self._released = True
+            for chunk in self.chunks:
+                self._residency._unpin(chunk, cold)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by who holds them; together the whole pool."""
+
+    free: int
+    cached: int  # of resident chunks that nobody pins
+    pinned: int  # of chunks that somebody pins, those still to be filled included
+    private: int  # of running sequences
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.pinned + self.private
+
+
+class Residency:
+    """The chunks in one KV cache, and the only way to its blocks. Belongs to the engine's thread."""
+
+    def __init__(self, kv_cache: KVCache, pool: BlockPool) -> None:
+        self._kv_cache = kv_cache
+        self._pool = pool
+        self._chunks: dict[str, ResidentChunk] = {}
+        self._idle: OrderedDict[str, ResidentChunk] = OrderedDict()  # ready and unpinned; coldest first
+        self._dropped: set[ResidentChunk] = set()  # not found any more, still pinned
+        self._num_idle_blocks = 0
+        self._num_private = 0
+
+    def fits(self, refs: Iterable[ChunkRef], num_private: int = 0) -> bool:
+        """Whether these chunks can be pinned and so many private blocks allocated, all at once."""
+        missing = protected = 0
+        for key, ref in {ref.input_key: ref for ref in refs}.items():
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                missing += self._kv_cache.layout.blocks_for(ref.num_tokens)
+            elif chunk.pins == 0:
+                protected += len(chunk.blocks)
+        return missing + num_private <= self._pool.num_free + self._num_idle_blocks - protected
+
+    def pin(self, refs: Iterable[ChunkRef]) -> Pin:
+        """Protects the chunks that are here and reserves blocks for the others; all of them or none.
+
+        Raises:
+            PoolExhausted: no room even after evicting every idle chunk.
+            InternalServerError: two chunks of different tokens have the same key.
+        """
+        wanted = list({ref.input_key: ref for ref in refs}.values())
+        pin = Pin(self, [], [])
+        try:
+            for ref in wanted:  # first what is here: making room must not evict it
+                chunk = self._chunks.get(ref.input_key)
+                if chunk is not None:
+                    self._hold(chunk, ref)
+                    pin.chunks.append(chunk)
+            for ref in wanted:
+                if ref.input_key not in self._chunks:
+                    chunk = self._reserve(ref)
+                    pin.chunks.append(chunk)
+                    pin.reserved.append(chunk)
+        except (PoolExhausted, InternalServerError):
+            pin.release()
+            raise
+        order = {ref.input_key: index for index, ref in enumerate(wanted)}
+        pin.chunks.sort(key=lambda chunk: order[chunk.ref.input_key])
+        return pin
+
+    def hold(self, chunk: ResidentChunk) -> Pin:
+        """One more pin on a chunk that somebody pins, dropped or not."""
+        assert chunk.pins > 0, "bug: a chunk that nobody pins was held"
+        self._hold(chunk, chunk.ref)
+        return Pin(self, [chunk], [])
+
+    def ready(self, chunk: ResidentChunk) -> None:
+        """Says that the blocks of a reserved chunk are written."""
+        assert chunk.pins > 0, "bug: a chunk that nobody waits for was filled"
+        chunk.ready = True
+
+    def drop(self, input_keys: Iterable[str]) -> None:
+        """Forgets chunks: whoever pins one keeps it, nobody finds it any more."""
+        for key in input_keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._remove(chunk)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Private blocks for one sequence. Raises `PoolExhausted`."""
+        blocks = self._take(num_blocks)
+        self._num_private += num_blocks
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives private blocks back."""
+        self._pool.release(blocks)
+        self._num_private -= len(blocks)
+
+    def counts(self) -> BlockCounts:
+        pinned = sum(len(chunk.blocks) for chunk in self._chunks.values() if chunk.pins)
+        pinned += sum(len(chunk.blocks) for chunk in self._dropped)
+        return BlockCounts(self._pool.num_free, self._num_idle_blocks, pinned, self._num_private)
+
+    def check_integrity(self, private: Iterable[int]) -> None:
+        """Asserts that every reference of the pool is accounted for, given all private blocks."""
+        self._pool.check_integrity()
+        held = Counter(private)
+        assert all(count == 1 for count in held.values()), "bug: a private block has two owners"
+        assert sum(held.values()) == self._num_private, "bug: private blocks are miscounted"
+        for key, chunk in self._chunks.items():
+            assert (key in self._idle) == (chunk.ready and not chunk.pins), "bug: idle chunks are mislaid"
+            assert chunk.pins or chunk.ready, "bug: nobody waits for a chunk that is not ready"
+            for block in chunk.blocks:
+                held[block] += 1 + chunk.pins
+        for chunk in self._dropped:
+            assert chunk.pins, "bug: a dropped chunk outlived its pins"
+            for block in chunk.blocks:
+                held[block] += chunk.pins
+        for block in range(self._pool.num_blocks):
+            assert self._pool.ref_count(block) == held[block], f"bug: references of block {block} leak"
+        idle = sum(len(chunk.blocks) for chunk in self._idle.values())
+        assert idle == self._num_idle_blocks, "bug: idle blocks are miscounted"
+        assert self.counts().total == self._pool.num_blocks, "bug: the block counts do not add up"
+
+    def _reserve(self, ref: ChunkRef) -> ResidentChunk:
+        chunk = ResidentChunk(ref, self._take(self._kv_cache.layout.blocks_for(ref.num_tokens)))
+        self._chunks[ref.input_key] = chunk
+        self._hold(chunk, ref)
+        return chunk
+
+    def _hold(self, chunk: ResidentChunk, ref: ChunkRef) -> None:
+        if chunk.ref != ref:
+            raise InternalServerError(
+                f"chunk key {ref.input_key[:16]} stands for two different token sequences",
+                hint="the tenant's secret or the store is damaged: run `memkv store verify --full`",
+            )
+        if self._idle.pop(ref.input_key, None) is not None:
+            self._num_idle_blocks -= len(chunk.blocks)
+        chunk.pins += 1
+        self._pool.share(chunk.blocks)
+
+    def _unpin(self, chunk: ResidentChunk, cold: bool) -> None:
+        chunk.pins -= 1
+        self._pool.release(chunk.blocks)
+        if chunk.pins:
+            return
+        if chunk.dropped:
+            self._dropped.discard(chunk)
+        elif chunk.ready:
+            self._idle[chunk.ref.input_key] = chunk
+            self._idle.move_to_end(chunk.ref.input_key, last=not cold)
+            self._num_idle_blocks += len(chunk.blocks)
+        else:
+            self._remove(chunk)
+
+    def _remove(self, chunk: ResidentChunk) -> None:
+        """Takes the cache's own reference away."""
+        del self._chunks[chunk.ref.input_key]
+        if self._idle.pop(chunk.ref.input_key, None) is not None:
+            self._num_idle_blocks -= len(chunk.blocks)
+        chunk.dropped = True
+        if chunk.pins:
+            self._dropped.add(chunk)
+        self._pool.release(chunk.blocks)
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """Free blocks, evicting the coldest idle chunks where there are too few."""
+        if num_blocks > self._pool.num_free + self._num_idle_blocks:
+            raise PoolExhausted(
+                f"{num_blocks} blocks are needed, {self._pool.num_free} are free and "
+                f"{self._num_idle_blocks} can be evicted"
+            )
+        while self._pool.num_free < num_blocks:
+            self._remove(next(iter(self._idle.values())))
+        blocks = self._pool.allocate(num_blocks)
+        self._kv_cache.clear(blocks)
+        return blocks

@@ -1,0 +1,160 @@
+"""Who gets blocks next, and whose tokens the next step computes.
+
+    waiting ──blocks──► loading ──chunks in place──► running
+    jobs    ──blocks──► fills                              (one chunk at a time)
+
+Blocks are given strictly in the order of waiting, across generations and jobs: the one that has waited
+longest goes first, and nobody passes it. A generation takes all the blocks it can ever need at once, and only
+the foremost job takes blocks, so those that hold some can always finish.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from memkv.config import EngineConfig
+from memkv.engine.batch import Part
+from memkv.engine.prefill import ChunkFill, PrefillJob
+from memkv.engine.residency import Pin, Residency, ResidentChunk
+from memkv.engine.sequence import Sequence
+
+Task = Sequence | PrefillJob
+
+
+class Scheduler:
+    """The queues of one lane. Belongs to the engine's thread."""
+
+    def __init__(self, residency: Residency, config: EngineConfig) -> None:
+        self._residency = residency
+        self._config = config
+        self.waiting: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.jobs: deque[PrefillJob] = deque()
+        self.heals: deque[ChunkFill] = deque()  # a query waits for each of them
+        self.fills: deque[ChunkFill] = deque()
+
+    def add(self, task: Task) -> None:
+        if isinstance(task, Sequence):
+            self.waiting.append(task)
+        else:
+            self.jobs.append(task)
+
+    def remove(self, task: Task) -> None:
+        """Takes a task out of whatever queue it is in."""
+        if isinstance(task, PrefillJob):
+            self.jobs.remove(task)
+            return
+        for place in (self.waiting, self.loading, self.running):
+            if task in place:
+                place.remove(task)
+
+    def waiters(self, chunk: ResidentChunk) -> list[Task]:
+        """Everyone who cannot go on before a chunk is ready, be it only because a fill stands behind it."""
+        awaited = {chunk, *(fill.chunk for fill in (*self.heals, *self.fills) if fill.stands_behind(chunk))}
+        everyone: Iterable[Task] = (*self.loading, *self.jobs)
+        return [task for task in everyone if any(not awaited.isdisjoint(pin.chunks) for pin in task.pins)]
+
+    def foremost(self) -> Task | None:
+        """Who is to get blocks next."""
+        head = self.waiting[0] if self.waiting and self._num_admitted < self._config.max_running else None
+        job = next((job for job in self.jobs if not job.all_started), None)
+        if job is not None and sum(each.active_tokens for each in self.jobs) >= self._config.max_batch_tokens:
+            job = None  # enough chunks are under way to fill a step
+        if head is None or job is None:
+            return head or job
+        return head if head.since <= job.since else job
+
+    def start(self, task: Task, now: float) -> Pin | None:
+        """Gives a task the blocks it needs next; None where there are too few.
+
+        Raises:
+            InternalServerError: a chunk's key stands for other tokens than the resident chunk's.
+        """
+        if isinstance(task, PrefillJob):
+            wanted = task.wanted()
+            if not self._residency.fits(wanted):
+                task.blocked_since = now if task.blocked_since is None else task.blocked_since
+                return None
+            pin = self._residency.pin(wanted)
+            task.start_next(pin, now)
+            return pin
+        if not self._residency.fits(task.placement.refs, task.placement.num_private_blocks):
+            return None
+        pin = task.start(self._residency, now)
+        self.waiting.remove(task)
+        self.loading.append(task)
+        return pin
+
+    def promote(self, now: float) -> None:
+        """Lets those run whose chunks are all in place."""
+        for sequence in [each for each in self.loading if all(pin.is_ready for pin in each.pins)]:
+            sequence.begin(now)
+            self.loading.remove(sequence)
+            self.running.append(sequence)
+
+    def expired(self, now: float) -> list[Task]:
+        """Those who have waited for blocks for too long."""
+        tasks: list[Task] = [sequence for sequence in self.waiting if now >= sequence.deadline]
+        tasks.extend(job for job in self.jobs if now >= self._job_deadline(job))
+        return tasks
+
+    def next_deadline(self) -> float:
+        """When `expired` may have something new to say."""
+        deadlines = [sequence.deadline for sequence in self.waiting]
+        deadlines.extend(self._job_deadline(job) for job in self.jobs)
+        return min(deadlines, default=float("inf"))
+
+    def take_idle_fills(self) -> list[ChunkFill]:
+        """Removes the fills that nobody waits for any more."""
+        idle = [fill for fill in (*self.heals, *self.fills) if fill.is_idle]
+        for fill in idle:
+            self.end_fill(fill)
+        return idle
+
+    def end_fill(self, fill: ChunkFill) -> None:
+        (self.heals if fill in self.heals else self.fills).remove(fill)
+
+    @property
+    def has_fills(self) -> bool:
+        return any(fill.can_run for fill in (*self.heals, *self.fills))
+
+    def generation_parts(self) -> list[Part[Sequence]]:
+        """One token of every sequence in the middle of its answer, then prompts in order of admission.
+
+        Where even the answers exceed a step, those that waited longest for their turn go first.
+        """
+        budget = self._config.max_batch_tokens
+        answering = sorted(
+            (each for each in self.running if each.num_generated), key=lambda each: each.last_step
+        )
+        prompts = [each for each in self.running if not each.num_generated]
+        parts: list[Part[Sequence]] = []
+        for sequence in (*answering, *prompts):
+            assert sequence.run is not None
+            count = min(budget, sequence.run.remaining)
+            if count == 0:
+                break
+            parts.append(Part(sequence, sequence.run, count, sequence.num_logits(count)))
+            budget -= count
+        return parts
+
+    def fill_parts(self, budget: int) -> list[Part[ChunkFill]]:
+        """Tokens of chunks in order, those that a query waits for first."""
+        parts: list[Part[ChunkFill]] = []
+        for fill in (*self.heals, *self.fills):
+            count = min(budget, fill.run.remaining)
+            if count and fill.can_run:
+                parts.append(Part(fill, fill.run, count))
+                budget -= count
+        return parts
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self.loading) + len(self.running)
+
+    def _job_deadline(self, job: PrefillJob) -> float:
+        if job.blocked_since is None:
+            return float("inf")
+        return job.blocked_since + self._config.queue_seconds
