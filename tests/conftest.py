@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from memkv.model.loader import LoadedModel
 
 # No test reaches a hub; set before transformers is imported, which reads them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,6 +24,14 @@ def smollm2() -> Path:
     from memkv.model.install import install
 
     return install("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2: Path) -> LoadedModel:
+    """SmolLM2, loaded in float32 on the CPU. Shared by the whole session: do not change it."""
+    from memkv.model.loader import load_model
+
+    return load_model(str(smollm2))
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +70,18 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return made[family]
 
     return directory
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
+    """family -> the tiny model of `tiny_model_dir`, in float32. Shared by the session: do not change it."""
+    from memkv.model.loader import load_model
+
+    loaded: dict[str, LoadedModel] = {}
+
+    def load(family: str) -> LoadedModel:
+        if family not in loaded:
+            loaded[family] = load_model(str(tiny_model_dir(family)))
+        return loaded[family]
+
+    return load
