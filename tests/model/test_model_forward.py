@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from paged_model import PagedModel, Row, own_logits
 from tiny_models import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 
-from memkv.model.loader import LoadedModel
+from memkv.model.attention import forward
+from memkv.model.loader import LoadedModel, load_model
 from memkv.model.observation import rotate
 
 # Relative to the largest logit. Rounding of float32 gives about 2e-6, and 5e-5 for keys stored far away.
@@ -144,8 +145,6 @@ def test_block_mass_and_lse_of_the_layers_asked_for(load_tiny: Callable[[str], L
     context = model.context(rows, block_mass_layers=frozenset({1, 3}), lse_layers=frozenset({2}))
     ids = torch.tensor(rows[0].token_ids + rows[1].token_ids)
     positions = torch.tensor(rows[0].positions() + rows[1].positions())
-    from memkv.model.attention import forward
-
     assert forward(loaded.module, ids, positions, context, None) is None
     assert set(context.block_mass) == {1, 3} and set(context.lse) == {2}
     assert context.lse[2].shape == (23, loaded.spec.num_heads)
@@ -156,10 +155,8 @@ def test_block_mass_and_lse_of_the_layers_asked_for(load_tiny: Callable[[str], L
 
 
 def test_bfloat16_stays_near_float32(
-    load_tiny: Callable[[str], LoadedModel], tiny_model_dir: Callable
+    load_tiny: Callable[[str], LoadedModel], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    from memkv.model.loader import load_model
-
     loaded = load_model(str(tiny_model_dir("qwen3")), dtype="bfloat16")
     model = PagedModel(loaded.module, loaded.spec)
     ids = tokens(30, 17)
@@ -167,4 +164,4 @@ def test_bfloat16_stays_near_float32(
     assert ours is not None and ours.dtype == torch.bfloat16
     own = eager(load_tiny("qwen3"), ids)
     assert_close(ours.float(), own, 0.1)
-    assert dataclasses.replace(loaded.spec) == load_tiny("qwen3").spec
+    assert loaded.spec == load_tiny("qwen3").spec
