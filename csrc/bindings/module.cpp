@@ -1,8 +1,11 @@
 // memkv._kernels: the table of contents. Pointers arrive as integers; memkv/kernels/ops.py checked
 // what they point to. Every call releases the GIL; a C++ exception becomes a Python one.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "cpu/attention.h"
+#include "cpu/dispatch.h"
 #include "cpu/thread_pool.h"
 #include "cpu/write_kv.h"
 
@@ -151,4 +154,11 @@ NB_MODULE(_kernels, m) {
 
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads, arg("count"), release());
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("set_isa", &set_isa, arg("name"));
+  m.def("runnable_isas", [] {
+    std::vector<std::string> names;
+    for (const AttentionKernels* set : runnable_kernels()) names.push_back(set->name);
+    return names;
+  });
 }

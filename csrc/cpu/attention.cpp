@@ -1,95 +1,179 @@
+// Runs a call: cut it into tiles and ranges, attend each range, merge the ranges of a tile in
+// order, write the tile out. With block_mass a second pass scores once more, now that each row's
+// sum is known: the work of half an attention, and no memory that grows with rows * blocks.
 #include "attention.h"
 
-#include <cmath>
+#include <atomic>
+#include <memory>
 #include <vector>
 
-#include "memkv/bfloat16.h"
-#include "memkv/rope.h"
-#include "memkv/softmax_state.h"
+#include "dispatch.h"
 #include "thread_pool.h"
+#include "work_list.h"
+#include "workspace.h"
 
 namespace memkv {
 namespace {
 
-float load(const HeadRows& rows, int64_t offset) {
-  return rows.dtype == DType::kFloat32 ? static_cast<const float*>(rows.data)[offset]
-                                       : to_float(static_cast<const bfloat16*>(rows.data)[offset]);
+// Waking the pool costs some 20 us: as much as so many multiply-adds.
+constexpr int64_t kWorthWaking = 1 << 20;
+
+void* thread_workspace(const AttentionKernels& set, int head_dim) {
+  thread_local Workspace workspace;
+  return workspace.at_least(set.workspace_bytes(head_dim));
 }
 
-void store(const HeadRows& rows, int64_t offset, float value) {
-  if (rows.dtype == DType::kFloat32) {
-    static_cast<float*>(rows.data)[offset] = value;
-  } else {
-    static_cast<bfloat16*>(rows.data)[offset] = to_bfloat16(value);
+class Run {
+ public:
+  explicit Run(const Attention& call)
+      : call_(call),
+        set_(kernels()),
+        list_(call),
+        num_kv_heads_(call.cache.num_kv_heads),
+        unfinished_(new std::atomic<int>[list_.tiles.size() * num_kv_heads_]) {
+    for (size_t tile = 0; tile < list_.tiles.size(); ++tile) {
+      for (int kv_head = 0; kv_head < num_kv_heads_; ++kv_head) {
+        unfinished_[tile * num_kv_heads_ + kv_head] = list_.tiles[tile].num_ranges;
+      }
+    }
+    if (call.block_mass != nullptr) {
+      row_state_.resize(list_.tiles.size() * num_kv_heads_ * kTileRows);
+    }
   }
-}
 
-template <typename T>
-void attend_row(const Attention& call, int64_t sequence, int64_t token, int head) {
-  const PagedView<T> view = call.cache.view<T>();
-  const StepPlan& plan = call.plan;
-  const int head_dim = view.head_dim, block_size = view.block_size;
-  const int kv_head = head / call.group();
-  const RotaryPairs pairs{call.rotary_dim, call.interleaved};
-  std::vector<float> query(head_dim), out(head_dim, 0.0f);
-  std::vector<std::pair<int64_t, SoftmaxState<float>>> seen;
-  SoftmaxState<float> state = empty_softmax();
-  for (int64_t s = plan.segment_start[sequence]; s < plan.segment_start[sequence + 1]; ++s) {
-    const Segment& segment = plan.segments[s];
-    const TokenRange range = visible_tokens(segment, plan.query_position[token], call.window);
-    for (int d = 0; d < head_dim; ++d) {
-      query[d] = load(call.q, call.q.offset(token, head) + d) * call.scale;
-    }
-    const float* cos = call.turns + s * call.rotary_dim;
-    for (int pair = 0; pair < pairs.count(); ++pair) {
-      rotate_pair(query[pairs.first(pair)],
-                  query[pairs.second(pair)],
-                  cos[pair],
-                  cos[pairs.count() + pair]);
-    }
-    for (int32_t key = range.begin; key < range.end; ++key) {
-      const int64_t entry = segment.first_entry + key / block_size;
-      const int32_t block = plan.block_ids[entry];
-      const T* k_slab = view.k_slab(block, kv_head);
-      const T* v_slab = view.v_slab(block, kv_head);
-      float score = 0.0f;
-      for (int d = 0; d < head_dim; ++d) {
-        score = std::fma(query[d], to_float(k_slab[view.k_offset(key % block_size, d)]), score);
+  void attend() {
+    place_partials();
+    run(int64_t(list_.ranges.size()) * num_kv_heads_, [this](int64_t unit) {
+      attend_range(int(unit / num_kv_heads_), int(unit % num_kv_heads_));
+    });
+  }
+
+  void add_mass() {
+    std::vector<Piece> pieces;
+    std::vector<Range> ranges;
+    std::vector<std::pair<int, int>> tiles_of_range;
+    const StepPlan& plan = call_.plan;
+    for (size_t first = 0, end; first < list_.tiles.size(); first = end) {
+      const int64_t sequence = list_.tiles[first].sequence;
+      end = first;
+      while (end < list_.tiles.size() && list_.tiles[end].sequence == sequence) ++end;
+      int32_t least = INT32_MAX, most = 0;
+      for (int32_t i = plan.query_start[sequence]; i < plan.query_start[sequence + 1]; ++i) {
+        least = std::min(least, plan.query_position[i]);
+        most = std::max(most, plan.query_position[i]);
       }
-      if (call.softcap > 0.0f) score = call.softcap * std::tanh(score / call.softcap);
-      score *= kLog2E;
-      const float keep = state.raise(score);
-      const float weight = state.weight(score);
-      state.add(weight);
-      for (int d = 0; d < head_dim; ++d) {
-        out[d] =
-            std::fma(weight, to_float(v_slab[view.v_offset(key % block_size, d)]), out[d] * keep);
+      const int range_blocks = kRangeTokensFew / call_.cache.block_size;
+      cut_ranges(call_, sequence, least, most, range_blocks, pieces, ranges);
+      tiles_of_range.resize(ranges.size(), {int(first), int(end)});
+    }
+    run(int64_t(ranges.size()) * num_kv_heads_, [&](int64_t unit) {
+      const Range& range = ranges[unit / num_kv_heads_];
+      const int kv_head = int(unit % num_kv_heads_);
+      const auto [first, end] = tiles_of_range[unit / num_kv_heads_];
+      for (int tile = first; tile < end; ++tile) {
+        set_.add_mass(list_.tile(call_, tile, kv_head),
+                      pieces.data() + range.first_piece,
+                      range.num_pieces,
+                      row_states(tile, kv_head),
+                      thread_workspace(set_, call_.cache.head_dim));
       }
-      if (call.block_mass != nullptr) seen.push_back({entry, {score, weight}});
+    });
+  }
+
+ private:
+  template <typename Work>
+  void run(int64_t count, Work work) {
+    if (list_.work * num_kv_heads_ < kWorthWaking) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+    } else {
+      parallel_for(count, work);
     }
   }
-  for (int d = 0; d < head_dim; ++d) {
-    store(call.out, call.out.offset(token, head) + d, finish(state, out[d]));
+
+  // One partial for each range and kv head of the tiles that are cut, and for each tile that is not
+  // one in the thread's own memory.
+  void place_partials() {
+    size_t floats = 0;
+    for (size_t range = 0; range < list_.ranges.size(); ++range) {
+      const RowTile& tile = list_.tiles[list_.tile_of_range[range]];
+      partial_at_.push_back(floats);
+      if (tile.num_ranges > 1) floats += num_kv_heads_ * partial_floats(tile.num_rows);
+    }
+    thread_local Workspace partials;
+    partials_ = static_cast<float*>(partials.at_least(floats * sizeof(float)));
   }
-  if (call.lse != nullptr) call.lse[token * call.num_heads + head] = log_sum_exp(state);
-  for (const auto& [entry, key] : seen) {
-    call.block_mass[head * plan.num_entries + entry] += state.weight(key.max) / state.sum;
+
+  size_t partial_floats(int num_rows) const {
+    return size_t(num_rows) * (2 + call_.cache.head_dim);
   }
-}
+
+  Partial partial_in(float* floats, int num_rows) const {
+    static_assert(sizeof(SoftmaxState<float>) == 2 * sizeof(float));
+    return {reinterpret_cast<SoftmaxState<float>*>(floats), floats + 2 * num_rows};
+  }
+
+  Partial partial(int range, int kv_head) const {
+    const int num_rows = list_.tiles[list_.tile_of_range[range]].num_rows;
+    return partial_in(partials_ + partial_at_[range] + kv_head * partial_floats(num_rows),
+                      num_rows);
+  }
+
+  SoftmaxState<float>* row_states(int tile, int kv_head) {
+    return row_state_.data() + (int64_t{tile} * num_kv_heads_ + kv_head) * kTileRows;
+  }
+
+  void attend_range(int range, int kv_head) {
+    const int index = list_.tile_of_range[range];
+    const RowTile& cut = list_.tiles[index];
+    const Tile tile = list_.tile(call_, index, kv_head);
+    Partial found;
+    if (cut.num_ranges > 1) {
+      found = partial(range, kv_head);
+    } else {
+      thread_local Workspace own;
+      const size_t bytes = partial_floats(cut.num_rows) * sizeof(float);
+      found = partial_in(static_cast<float*>(own.at_least(bytes)), cut.num_rows);
+    }
+    set_.attend(tile,
+                list_.pieces.data() + list_.ranges[range].first_piece,
+                list_.ranges[range].num_pieces,
+                found,
+                thread_workspace(set_, call_.cache.head_dim));
+    // Whoever finishes a tile's last range merges all of them, in order.
+    std::atomic<int>& unfinished = unfinished_[int64_t{index} * num_kv_heads_ + kv_head];
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (cut.num_ranges > 1) found = merge(cut, kv_head);
+    set_.finish(tile, found);
+    if (!row_state_.empty()) {
+      std::copy_n(found.state, cut.num_rows, row_states(index, kv_head));
+    }
+  }
+
+  Partial merge(const RowTile& tile, int kv_head) const {
+    std::vector<Partial> partials;
+    for (int i = 0; i < tile.num_ranges; ++i) {
+      partials.push_back(partial(tile.first_range + i, kv_head));
+    }
+    set_.merge(partials.data(), tile.num_ranges, tile.num_rows, call_.cache.head_dim);
+    return partials[0];
+  }
+
+  const Attention& call_;
+  const AttentionKernels& set_;
+  const WorkList list_;
+  const int num_kv_heads_;
+  std::unique_ptr<std::atomic<int>[]> unfinished_;  // ranges, of each tile and kv head
+  std::vector<size_t> partial_at_;                  // of each range, in partials_
+  float* partials_ = nullptr;
+  std::vector<SoftmaxState<float>> row_state_;  // [tile][kv_head][kTileRows], for the mass
+};
 
 }  // namespace
 
 void paged_attention(const Attention& call) {
-  const StepPlan& plan = call.plan;
-  parallel_for(plan.num_seqs * call.num_heads, [&](int64_t task) {
-    const int64_t sequence = task / call.num_heads;
-    const int head = int(task % call.num_heads);
-    for (int64_t token = plan.query_start[sequence]; token < plan.query_start[sequence + 1];
-         ++token) {
-      call.cache.dtype == DType::kFloat32 ? attend_row<float>(call, sequence, token, head)
-                                          : attend_row<bfloat16>(call, sequence, token, head);
-    }
-  });
+  Run run(call);
+  run.attend();
+  if (call.block_mass != nullptr) run.add_mass();
 }
 
 }  // namespace memkv

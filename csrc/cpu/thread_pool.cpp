@@ -18,8 +18,8 @@ struct Job {
   const std::function<void(int64_t)>& work;
   const int64_t count;
   std::atomic<int64_t> next{0};
-  std::mutex failing;
-  std::exception_ptr failure;
+  std::mutex failing{};
+  std::exception_ptr failure{};
 
   void take_part() {
     try {

@@ -8,6 +8,8 @@ Both are views of one layer of the block pool: only the stride between blocks is
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from memkv.kernels.plan import AttentionPlan, AttentionResult, Rotation
 try:
     from memkv import _kernels
 except ImportError as error:  # a source tree that was never built
-    _kernels = None
+    _kernels = None  # type: ignore[assignment]
     _import_error = str(error)
 
 __all__ = [
@@ -49,14 +51,16 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     if k_cache.device.type != "cpu":
         reference.write_kv(k, v, k_cache, v_cache, slots)
         return
-    num_blocks, kv_heads, head_dim, _ = _cache_shape(k_cache, v_cache)
+    _, kv_heads, head_dim, _ = _cache_shape(k_cache, v_cache)
     expected = (slots.numel(), kv_heads, head_dim)
     if k.shape != expected or v.shape != expected:
         raise KernelArgumentError(
             f"k is {list(k.shape)} and v {list(v.shape)}, not [num_tokens, kv_heads, head_dim] = {list(expected)}"
         )
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-        raise KernelArgumentError(f"slots are {slots.dtype} {list(slots.shape)}, not contiguous int64 [num_tokens]")
+        raise KernelArgumentError(
+            f"slots are {slots.dtype} {list(slots.shape)}, not contiguous int64 [num_tokens]"
+        )
     k, v = _rows(k), _rows(v)
     if k.dtype != v.dtype:
         k, v = k.float(), v.float()
@@ -108,7 +112,9 @@ def paged_attention(
     if q.dtype not in _DTYPES:
         raise KernelArgumentError(f"q is {q.dtype}, not float32 or bfloat16")
     if not q.device == k_cache.device == plan.device:
-        raise KernelArgumentError(f"q is on {q.device}, the cache on {k_cache.device}, the plan on {plan.device}")
+        raise KernelArgumentError(
+            f"q is on {q.device}, the cache on {k_cache.device}, the plan on {plan.device}"
+        )
     if rotation is not None and rotation.rotary_dim > head_dim:
         raise KernelArgumentError(f"the rotation turns {rotation.rotary_dim} dimensions of {head_dim}")
     if window < 0 or softcap < 0.0:
@@ -173,7 +179,7 @@ def set_num_threads(count: int) -> None:
         raise KernelArgumentError(str(error)) from None
 
 
-def _native():  # type: ignore[no-untyped-def]
+def _native() -> ModuleType:
     if _kernels is None:
         raise ExtensionMissing(
             f"memkv._kernels, the compiled CPU kernels, cannot be imported: {_import_error}",
@@ -184,9 +190,13 @@ def _native():  # type: ignore[no-untyped-def]
 
 def _cache_shape(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
     if k_cache.dtype not in _DTYPES or v_cache.dtype != k_cache.dtype:
-        raise KernelArgumentError(f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}: float32 or bfloat16, both alike")
+        raise KernelArgumentError(
+            f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}: float32 or bfloat16, both alike"
+        )
     if k_cache.dim() != 5 or v_cache.dim() != 4:
-        raise KernelArgumentError(f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}: not 5-D and 4-D")
+        raise KernelArgumentError(
+            f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}: not 5-D and 4-D"
+        )
     num_blocks, kv_heads, pieces, block_size, x = k_cache.shape
     head_dim = pieces * x
     if x != 16 // k_cache.element_size() or v_cache.shape != (num_blocks, kv_heads, head_dim, block_size):
@@ -195,14 +205,16 @@ def _cache_shape(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
             "[num_blocks, kv_heads, head_dim / x, block_size, x] and [num_blocks, kv_heads, head_dim, block_size]"
         )
     if block_size not in (8, 16, 32) or head_dim % 8 or head_dim < 8:
-        raise KernelArgumentError(f"block size {block_size} is not 8, 16 or 32, or head dim {head_dim} no multiple of 8")
+        raise KernelArgumentError(
+            f"block size {block_size} is not 8, 16 or 32, or head dim {head_dim} no multiple of 8"
+        )
     slab = head_dim * block_size
     if k_cache.stride()[1:] != (slab, block_size * x, x, 1) or v_cache.stride()[1:] != (slab, block_size, 1):
         raise KernelArgumentError("k_cache and v_cache must be contiguous within a block")
     return num_blocks, kv_heads, head_dim, block_size
 
 
-def _native_cache(k_cache: Tensor, v_cache: Tensor):  # type: ignore[no-untyped-def]
+def _native_cache(k_cache: Tensor, v_cache: Tensor) -> _kernels.PagedCache:
     num_blocks, kv_heads, pieces, block_size, x = k_cache.shape
     return _native().paged_cache(
         k_cache.data_ptr(),
@@ -224,5 +236,5 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _native_rows(tensor: Tensor):  # type: ignore[no-untyped-def]
+def _native_rows(tensor: Tensor) -> _kernels.HeadRows:
     return _native().head_rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), _DTYPES[tensor.dtype])

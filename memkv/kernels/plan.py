@@ -89,7 +89,9 @@ class AttentionPlan:
     segments: Tensor
     block_ids: Tensor
     _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _fits: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)  # (num_blocks, block_size)
+    _fits: set[tuple[int, int]] = field(
+        default_factory=set, init=False, repr=False
+    )  # (num_blocks, block_size)
 
     def __post_init__(self) -> None:
         shapes = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}
@@ -118,7 +120,9 @@ class AttentionPlan:
     ) -> Self:
         """One plan from each sequence's segments (blocks, num_tokens, position, stored_position) and query positions."""
         if len(tables) != len(query_positions):
-            raise KernelArgumentError(f"{len(tables)} block tables but query positions of {len(query_positions)}")
+            raise KernelArgumentError(
+                f"{len(tables)} block tables but query positions of {len(query_positions)}"
+            )
         entries: list[int] = []
         segments: list[tuple[int, int, int, int]] = []
         segment_start = [0]
@@ -176,7 +180,8 @@ class AttentionPlan:
         needed = -(-num_tokens // block_size)
         for name, wrong in {
             "a negative number of tokens": num_tokens < 0,
-            f"entries outside block_ids [{self.num_entries}]": (first < 0) | (first + needed > self.num_entries),
+            f"entries outside block_ids [{self.num_entries}]": (first < 0)
+            | (first + needed > self.num_entries),
             "positions outside [0, 2**31)": (position < 0) | (position + num_tokens > _LAST_POSITION),
             "stored positions outside [0, 2**31)": (stored_position < 0)
             | (stored_position + num_tokens > _LAST_POSITION),
@@ -185,13 +190,17 @@ class AttentionPlan:
                 index = int(wrong.argmax())
                 raise KernelArgumentError(f"segment {index} has {name}: {segments[index].tolist()}")
         ids = self.block_ids.cpu().numpy()
-        used = np.zeros(self.num_entries + 1, dtype=np.int64)  # +1 where a segment's entries begin, -1 past them
+        used = np.zeros(
+            self.num_entries + 1, dtype=np.int64
+        )  # +1 where a segment's entries begin, -1 past them
         np.add.at(used, first[needed > 0], 1)
         np.add.at(used, (first + needed)[needed > 0], -1)
         wrong = (used[:-1].cumsum() > 0) & ((ids < 0) | (ids >= num_blocks))
         if wrong.any():
             entry = int(wrong.argmax())
-            raise KernelArgumentError(f"block id {ids[entry]} in entry {entry}, but the pool has {num_blocks} blocks")
+            raise KernelArgumentError(
+                f"block id {ids[entry]} in entry {entry}, but the pool has {num_blocks} blocks"
+            )
         self._fits.add((num_blocks, block_size))
 
     def turns(self, rotation: Rotation) -> Tensor:

@@ -116,7 +116,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Turn the rotary pairs of x [..., head_dim] by angles whose cos and sin are [..., rotary_dim / 2]."""
     half = cos.shape[-1]
     turned = x.clone()
-    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    pairs = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(half), slice(half, 2 * half))
+    )
     a, b = x[..., pairs[0]], x[..., pairs[1]]
     turned[..., pairs[0]] = a * cos - b * sin
     turned[..., pairs[1]] = b * cos + a * sin

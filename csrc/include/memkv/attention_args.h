@@ -23,7 +23,7 @@ struct PagedCache {
   DType dtype;
 
   template <typename T>
-  PagedView<T> view() const {
+  MEMKV_HD PagedView<T> view() const {
     return {static_cast<T*>(k),
             static_cast<T*>(v),
             k_block_stride,
@@ -52,7 +52,7 @@ struct HeadRows {
   int64_t head_stride;
   DType dtype;
 
-  int64_t offset(int64_t token, int head) const {
+  MEMKV_HD int64_t offset(int64_t token, int head) const {
     return token * token_stride + head * head_stride;
   }
 };
@@ -72,7 +72,7 @@ struct Attention {
   float* lse;         // [num_tokens, num_heads], or null
   float* block_mass;  // [num_heads, num_entries], zeroed, or null
 
-  int group() const { return num_heads / cache.num_kv_heads; }
+  MEMKV_HD int group() const { return num_heads / cache.num_kv_heads; }
 };
 
 }  // namespace memkv

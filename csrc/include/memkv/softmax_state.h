@@ -28,7 +28,6 @@ inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 MEMKV_HD float larger(float a, float b) { return a > b ? a : b; }
 MEMKV_HD float exp2_of(float x) { return exp2f(x); }
-MEMKV_HD float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 // 0 where x is -inf, else x: the point to measure from when no key was seen yet.
 MEMKV_HD float finite_or_zero(float x) { return x == kMinusInfinity ? 0.0f : x; }
 
@@ -60,7 +59,7 @@ struct SoftmaxState {
   MEMKV_HD MergeFactors<Real> merge(const SoftmaxState& other) {
     const Real ours = raise(other.max);
     const Real theirs = exp2_of(other.max - finite_or_zero(max));
-    sum = multiply_add(other.sum, theirs, sum);
+    sum = sum + other.sum * theirs;
     return {ours, theirs};
   }
 };

@@ -1,0 +1,365 @@
+// Few query rows over many keys: decode.
+//
+//     score = q · k                    lanes hold 4 partial sums for each of kLanes / 4 tokens
+//     out   = sum of weight * v        lanes hold tokens, partial sums of one or more rows of V
+//
+// K and V of a block are read once, in the order in which they lie in memory, for all rows: 2 *
+// head_dim elements for each token and kv head. While a tile of blocks is worked on, the blocks of
+// the next are asked for. Nothing is transposed: the partial sums are added up when the range ends.
+//
+//     K slab, bf16     piece 0: token 0 d 0-7 | token 1 d 0-7 | ...    piece 1: token 0 d 8-15 |
+//     ... a load of K      4 tokens x 8 dims, split into even dims and odd dims: each 4 tokens x 4
+//     dims V slab, 16 slots row 0: tokens 0-15 | row 1: tokens 0-15 | ... a load of V      2 rows x
+//     16 tokens, split into even tokens and odd tokens
+#pragma once
+
+#include "memkv/rope.h"
+#include "query_rows.h"
+#include "vec_math.h"
+
+namespace memkv {
+
+template <typename Vec, typename T, int kBlock>
+class FewQueries {
+ public:
+  static constexpr int kLanes = Vec::kLanes;
+
+  static size_t workspace_floats(int head_dim) {
+    return size_t(kFewRows) * (2 * head_dim + head_dim * kLanes + kLanes + kScoreStride) +
+           size_t(head_dim) * kBlock;
+  }
+
+  FewQueries(const Tile& tile, float* workspace)
+      : tile_(tile),
+        call_(*tile.call),
+        view_(call_.cache.view<const T>()),
+        head_dim_(view_.head_dim),
+        query_(workspace),
+        packed_(query_ + kFewRows * head_dim_),
+        out_(packed_ + kFewRows * head_dim_),
+        sum_(out_ + kFewRows * head_dim_ * kLanes),
+        score_(sum_ + kFewRows * kLanes),
+        v_tail_(reinterpret_cast<T*>(score_ + kFewRows * kScoreStride)) {}
+
+  void attend(const Piece* pieces, int num_pieces, const Partial& partial) {
+    list_blocks(pieces, num_pieces);
+    for (int i = 0; i < num_listed_ && i < kTileBlocks; ++i) prefetch_block(i);
+    begin();
+    int listed = 0;
+    for (int i = 0; i < num_pieces; ++i) {
+      enter(pieces[i]);
+      const int num_blocks = pieces[i].end_block - pieces[i].first_block;
+      for (int first = 0; first < num_blocks; first += kTileBlocks) {
+        const int count = num_blocks - first < kTileBlocks ? num_blocks - first : kTileBlocks;
+        attend_blocks(listed + first, count, tokens_.begin + first * kBlock);
+      }
+      listed += num_blocks;
+    }
+    end(partial);
+  }
+
+ private:
+  static constexpr int kTileBlocks = kTileTokens / kBlock;
+  static constexpr int kScoreStride = kTileTokens + 2 * kLanes;  // lookup() reads past the end
+  static constexpr int kTokensInLoad = kLanes / 4;               // of K
+  static constexpr int kGroup = kLanes == 16 ? 4 : 2;            // rows held in registers
+  static constexpr int kSplit = sizeof(T) == 2 ? 2 : 1;          // registers that a load widens to
+  static constexpr int kLoad = kLanes * kSplit;                  // elements of V in a load
+  static constexpr int kLoadsInRow = kBlock > kLoad ? kBlock / kLoad : 1;
+  static constexpr int kRowsInLoad = kBlock < kLoad ? kLoad / kBlock : 1;
+  static constexpr int kLanesOfRow = kLanes / kRowsInLoad;
+  static_assert(8 % kRowsInLoad == 0, "head_dim is a multiple of 8");
+
+  void list_blocks(const Piece* pieces, int num_pieces) {
+    num_listed_ = 0;
+    for (int i = 0; i < num_pieces; ++i) {
+      const int32_t* ids =
+          call_.plan.block_ids + call_.plan.segments[pieces[i].segment].first_entry;
+      for (int b = pieces[i].first_block; b < pieces[i].end_block; ++b) {
+        blocks_[num_listed_++] = ids[b];
+      }
+    }
+  }
+
+  void prefetch_block(int listed) const {
+    const char* k = reinterpret_cast<const char*>(k_slab(listed));
+    const char* v = reinterpret_cast<const char*>(v_slab(listed));
+    const int64_t bytes = view_.slab_size() * int64_t(sizeof(T));
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(k + i);
+      __builtin_prefetch(v + i);
+    }
+  }
+
+  // The block to ask for while this one is worked on.
+  int ahead_of(int listed) const {
+    return listed + kTileBlocks < num_listed_ ? listed + kTileBlocks : listed;
+  }
+
+  const T* k_slab(int listed) const { return view_.k_slab(blocks_[listed], tile_.kv_head); }
+  const T* v_slab(int listed) const { return view_.v_slab(blocks_[listed], tile_.kv_head); }
+
+  void begin() {
+    int32_t lane[kSplit][kLanes];
+    for (int half = 0; half < kSplit; ++half) {
+      for (int i = 0; i < kLanes; ++i) lane[half][i] = (kSplit * i + half) % kBlock;
+      token_of_lane_[half] = Vec::index(lane[half]);
+    }
+    const float scale = query_scale(call_);
+    for (int row = 0; row < tile_.num_rows; ++row) {
+      load_query(tile_, row, scale, query_ + row * head_dim_, 1);
+      state_[row] = empty_softmax();
+    }
+    const int floats = tile_.num_rows * head_dim_ * kLanes / kRowsInLoad;
+    for (int i = 0; i < floats; ++i) out_[i] = 0.0f;
+    for (int i = 0; i < tile_.num_rows * kLanes; ++i) sum_[i] = 0.0f;
+  }
+
+  // Turns the queries for the piece's segment; finds what each row sees of it.
+  void enter(const Piece& piece) {
+    segment_ = &call_.plan.segments[piece.segment];
+    tokens_ = tokens_of<kBlock>(piece, *segment_);
+    const RotaryPairs pairs{call_.rotary_dim, call_.interleaved};
+    const float* cos = call_.turns + int64_t{piece.segment} * call_.rotary_dim;
+    const float* sin = cos + pairs.count();
+    float turned[kMaxHeadDim];
+    for (int row = 0; row < tile_.num_rows; ++row) {
+      const float* query = query_ + row * head_dim_;
+      for (int d = 0; d < head_dim_; ++d) turned[d] = query[d];
+      for (int i = 0; i < pairs.count(); ++i) {
+        rotate_pair(turned[pairs.first(i)], turned[pairs.second(i)], cos[i], sin[i]);
+      }
+      // In the order in which load_step() delivers the dimensions of K.
+      float* packed = packed_ + row * head_dim_;
+      for (int d = 0; d < head_dim_; d += 8) {
+        for (int i = 0; i < 4; ++i) {
+          packed[d + i] = turned[d + (kSplit == 2 ? 2 * i : i)];
+          packed[d + 4 + i] = turned[d + (kSplit == 2 ? 2 * i + 1 : 4 + i)];
+        }
+      }
+      visible_[row] = visible_to_row(tile_, row, *segment_);
+    }
+  }
+
+  void attend_blocks(int listed, int count, int32_t first_token) {
+    const int slots = count * kBlock;
+    for (int slot = 0; slot < slots; slot += kLanes) score_slots(listed, count, slot);
+    for (int row = 0; row < tile_.num_rows; ++row) weigh(row, slots, first_token);
+    int i = 0;
+    for (; i + 1 < count; i += 2) add_values<2>(listed + i, i, first_token);
+    if (i < count) add_values<1>(listed + i, i, first_token);
+  }
+
+  // Scores of kLanes tokens, from `slot` of the tile on. Slots past the last block repeat it.
+  void score_slots(int listed, int count, int slot) {
+    const T* k[4];
+    const T* next[4];
+    for (int v = 0; v < 4; ++v) {
+      const int at = slot + v * kTokensInLoad;
+      const int block = at / kBlock < count ? at / kBlock : count - 1;
+      const int offset = at % kBlock * PagedView<T>::kPiece;
+      k[v] = k_slab(listed + block) + offset;
+      next[v] = k_slab(ahead_of(listed + block)) + offset;
+    }
+    int row = 0;
+    for (; row + kGroup <= tile_.num_rows; row += kGroup) score_rows<kGroup>(k, next, row, slot);
+    if constexpr (kGroup == 4) {
+      if (row + 3 == tile_.num_rows) return score_rows<3>(k, next, row, slot);
+      if (row + 2 == tile_.num_rows) return score_rows<2>(k, next, row, slot);
+    }
+    if (row + 1 == tile_.num_rows) score_rows<1>(k, next, row, slot);
+  }
+
+  // 8 dims of kTokensInLoad tokens, as two registers of 4 dims each.
+  static MEMKV_HD void load_step(const bfloat16* k, Vec& a, Vec& b) { Vec::load_split(k, a, b); }
+  static MEMKV_HD void load_step(const float* k, Vec& a, Vec& b) {
+    a = Vec::load(k);
+    b = Vec::load(k + kBlock * PagedView<T>::kPiece);
+  }
+
+  template <int kRows>
+  void score_rows(const T* const k[4], const T* const next[4], int row, int slot) {
+    const float* packed = packed_ + row * head_dim_;
+    Vec sums[kRows][4];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < 4; ++v) sums[r][v] = Vec::zero();
+    }
+    for (int d = 0; d < head_dim_; d += 8) {
+      Vec q[kRows][2];
+      for (int r = 0; r < kRows; ++r) {
+        q[r][0] = Vec::repeat4(packed + r * head_dim_ + d);
+        q[r][1] = Vec::repeat4(packed + r * head_dim_ + d + 4);
+      }
+      for (int v = 0; v < 4; ++v) {
+        Vec a, b;
+        load_step(k[v] + d * kBlock, a, b);
+        if (v * kLanes % 16 == 0) {
+          __builtin_prefetch(next[v] + d * kBlock);
+          if (kSplit == 1) __builtin_prefetch(next[v] + (d + 4) * kBlock);
+        }
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][v] = multiply_add(a, q[r][0], multiply_add(b, q[r][1], sums[r][v]));
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      sum_quads(sums[r]).store(score_ + (row + r) * kScoreStride + slot);
+    }
+  }
+
+  // Scores of a row become weights; what it summed so far is brought down to the new maximum.
+  void weigh(int row, int slots, int32_t first_token) {
+    float* score = score_ + row * kScoreStride;
+    const int32_t end = first_token + slots < tokens_.end ? first_token + slots : tokens_.end;
+    const TokenRange seen = {visible_[row].begin,
+                             visible_[row].end < end ? visible_[row].end : end};
+    const bool all =
+        seen.begin <= first_token && seen.end >= first_token + slots && slots % kLanes == 0;
+    const Vec cap = Vec::all(call_.softcap * kLog2E);
+    Vec top = Vec::all(kMinusInfinity);
+    for (int i = 0; i < slots; i += kLanes) {
+      Vec s = Vec::load(score + i);
+      if (call_.softcap > 0.0f) s = cap * tanh_of(s);
+      if (!all) s = mask(s, first_token + i, seen);
+      top = larger(top, s);
+      s.store(score + i);
+    }
+    const float keep = state_[row].raise(largest(top));
+    if (keep != 1.0f) scale_row(row, keep);
+    const Vec max = Vec::all(finite_or_zero(state_[row].max));
+    for (int i = 0; i < slots; i += kLanes) {
+      exp2_of(Vec::load(score + i) - max).store(score + i);
+    }
+  }
+
+  static MEMKV_HD Vec mask(Vec score, int32_t first_token, TokenRange seen) {
+    const typename Vec::Index token = Vec::index_from(first_token);
+    const typename Vec::Mask inside = Vec::both(Vec::less(Vec::index_all(seen.begin - 1), token),
+                                                Vec::less(token, Vec::index_all(seen.end)));
+    return Vec::select(inside, score, Vec::all(kMinusInfinity));
+  }
+
+  void scale_row(int row, float keep) {
+    const int floats = head_dim_ * kLanes / kRowsInLoad;
+    float* out = out_ + row * floats;
+    for (int i = 0; i < floats; ++i) out[i] *= keep;
+    for (int i = 0; i < kLanes; ++i) sum_[row * kLanes + i] *= keep;
+  }
+
+  // V of kBlocks blocks, of which the first is number `in_tile` of the tile.
+  template <int kBlocks>
+  void add_values(int listed, int in_tile, int32_t first_token) {
+    const T* v[kBlocks];
+    const T* next[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
+      v[b] = v_slab(listed + b);
+      next[b] = v_slab(ahead_of(listed + b));
+      const int32_t left = tokens_.end - (first_token + (in_tile + b) * kBlock);
+      if (left < kBlock) v[b] = without_unused(v[b], left);
+    }
+    const int weights = in_tile * kBlock;
+    int row = 0;
+    for (; row + kGroup <= tile_.num_rows; row += kGroup) {
+      add_rows<kBlocks, kGroup>(v, next, row, weights);
+    }
+    if constexpr (kGroup == 4) {
+      if (row + 3 == tile_.num_rows) return add_rows<kBlocks, 3>(v, next, row, weights);
+      if (row + 2 == tile_.num_rows) return add_rows<kBlocks, 2>(v, next, row, weights);
+    }
+    if (row + 1 == tile_.num_rows) add_rows<kBlocks, 1>(v, next, row, weights);
+  }
+
+  // A weight of 0 does not silence a NaN: unused slots are copied as zeros.
+  const T* without_unused(const T* v, int used) {
+    for (int d = 0; d < head_dim_; ++d) {
+      for (int slot = 0; slot < kBlock; ++slot) {
+        v_tail_[d * kBlock + slot] = slot < used ? v[d * kBlock + slot] : T{};
+      }
+    }
+    return v_tail_;
+  }
+
+  static MEMKV_HD void load_values(const bfloat16* v, Vec* x) { Vec::load_split(v, x[0], x[1]); }
+  static MEMKV_HD void load_values(const float* v, Vec* x) { x[0] = Vec::load(v); }
+
+  template <int kBlocks, int kRows>
+  void add_rows(const T* const v[kBlocks], const T* const next[kBlocks], int row, int weights) {
+    const int num_sums = head_dim_ / kRowsInLoad;
+    float* out = out_ + row * num_sums * kLanes;
+    float* sum = sum_ + row * kLanes;
+    Vec weight[kBlocks][kLoadsInRow][kSplit][kRows];
+    for (int r = 0; r < kRows; ++r) {
+      // The sum of weights takes the steps that a row of V would: values of 1 give exactly 1.
+      Vec total = Vec::load(sum + r * kLanes);
+      for (int b = 0; b < kBlocks; ++b) {
+        const float* of_block = score_ + (row + r) * kScoreStride + weights + b * kBlock;
+        for (int i = 0; i < kLoadsInRow; ++i) {
+          for (int half = 0; half < kSplit; ++half) {
+            weight[b][i][half][r] = Vec::lookup(of_block + i * kLoad, token_of_lane_[half]);
+            total = total + weight[b][i][half][r];
+          }
+        }
+      }
+      total.store(sum + r * kLanes);
+    }
+    for (int n = 0; n < num_sums; ++n) {
+      Vec sums[kRows];
+      for (int r = 0; r < kRows; ++r) sums[r] = Vec::load(out + (r * num_sums + n) * kLanes);
+      for (int b = 0; b < kBlocks; ++b) {
+        for (int i = 0; i < kLoadsInRow; ++i) {
+          const int at = (n * kLoadsInRow + i) * kLoad;
+          Vec x[kSplit];
+          load_values(v[b] + at, x);
+          if (at * sizeof(T) % 64 == 0) __builtin_prefetch(next[b] + at);
+          for (int half = 0; half < kSplit; ++half) {
+            for (int r = 0; r < kRows; ++r) {
+              sums[r] = multiply_add(x[half], weight[b][i][half][r], sums[r]);
+            }
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r) sums[r].store(out + (r * num_sums + n) * kLanes);
+    }
+  }
+
+  void end(const Partial& partial) {
+    for (int row = 0; row < tile_.num_rows; ++row) {
+      state_[row].sum = sum_lanes(sum_ + row * kLanes);
+      partial.state[row] = state_[row];
+      const float* lanes = out_ + row * head_dim_ * kLanesOfRow;
+      for (int d = 0; d < head_dim_; ++d) {
+        partial.out[row * head_dim_ + d] = sum_lanes(lanes + d * kLanesOfRow);
+      }
+    }
+  }
+
+  static MEMKV_HD float sum_lanes(const float* lanes) {
+    float sums[kLanesOfRow];
+    for (int i = 0; i < kLanesOfRow; ++i) sums[i] = lanes[i];
+    for (int width = kLanesOfRow / 2; width > 0; width /= 2) {
+      for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+    }
+    return sums[0];
+  }
+
+  const Tile& tile_;
+  const Attention& call_;
+  const PagedView<const T> view_;
+  const int head_dim_;
+  float* query_;   // [row][head_dim], scaled, as the model rotated it
+  float* packed_;  // [row][head_dim], turned for the segment, in load_step()'s order
+  float* out_;     // [row][head_dim / kRowsInLoad][kLanes], partial sums
+  float* sum_;     // [row][kLanes], partial sums of weights
+  float* score_;   // [row][kScoreStride], scores, then weights, of the tile
+  T* v_tail_;      // [head_dim][kBlock], the last block of a segment without its unused slots
+
+  SoftmaxState<float> state_[kFewRows];  // its sum waits in sum_ until the end
+  TokenRange visible_[kFewRows];         // of segment_
+  const Segment* segment_ = nullptr;
+  TokenRange tokens_{};                        // of the piece
+  typename Vec::Index token_of_lane_[kSplit];  // of a load of V
+  int num_listed_ = 0;
+  int32_t blocks_[kRangeTokensFew / kLeastBlock];
+};
+
+}  // namespace memkv

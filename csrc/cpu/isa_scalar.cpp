@@ -1,0 +1,7 @@
+#include "dispatch.h"
+
+namespace memkv {
+
+std::vector<const AttentionKernels*> runnable_kernels() { return {&kScalarKernels}; }
+
+}  // namespace memkv
