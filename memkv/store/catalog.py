@@ -1,0 +1,32 @@
+"""Every SQL statement of memkv, one method per transaction; `jobs.py` holds those about jobs.
+
+    catalog_store        the store's row, tenants       catalog_documents    accept, read, delete
+    catalog_collections                                 catalog_chunks       commit, list, vectors
+    catalog_files        which key has KV               catalog_search       a search's rows
+                                                        catalog_filters      a filter as SQL
+
+The tenant is the first argument of everything that a tenant owns, and every statement names it. Methods take
+and return plain rows (`rows.py`).
+"""
+
+from __future__ import annotations
+
+from memkv.store.catalog_chunks import ChunkStatements
+from memkv.store.catalog_collections import CollectionStatements
+from memkv.store.catalog_documents import DocumentStatements
+from memkv.store.catalog_files import FileStatements
+from memkv.store.catalog_search import SearchStatements
+from memkv.store.catalog_store import StoreStatements
+from memkv.store.database import Database
+
+
+class Catalog(
+    StoreStatements,
+    CollectionStatements,
+    DocumentStatements,
+    ChunkStatements,
+    SearchStatements,
+    FileStatements,
+):
+    def __init__(self, database: Database) -> None:
+        StoreStatements.__init__(self, database)

@@ -1,0 +1,155 @@
+"""Statements about block files: which key has KV, under which digest.
+
+A row stands here only while its file stands under blocks/: rows are written after the file is durable, and
+dropped before it is unlinked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Row, delete, exists, func, insert, select
+
+from memkv.store.block_file import file_name, parse_file_name
+from memkv.store.catalog_store import now
+from memkv.store.database import Database
+from memkv.store.database_errors import damaged
+from memkv.store.rows import KVFileRow
+from memkv.store.tables import Chunk, Collection, KVFile
+
+Item = TypeVar("Item")
+
+_BATCH = 500  # values in one statement
+_COLUMNS = (
+    KVFile.input_key,
+    KVFile.tenant,
+    KVFile.fingerprint_digest,
+    KVFile.file_digest,
+    KVFile.num_tokens,
+    KVFile.num_bytes,
+)
+
+
+class FileStatements:
+    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def register_files(self, files: Sequence[KVFileRow]) -> list[KVFileRow]:
+        """Makes durable files visible. Keys that have a row keep it; returns the rows that were added."""
+        added: list[KVFileRow] = []
+        with self._database.write() as transaction:
+            known = _existing_keys(transaction.connection, [file.input_key for file in files])
+            for file in files:
+                if file.input_key not in known:
+                    known.add(file.input_key)
+                    added.append(file)
+            if added:
+                moment = now()
+                transaction.connection.execute(
+                    insert(KVFile),
+                    [
+                        {
+                            "input_key": file.input_key,
+                            "tenant": file.tenant,
+                            "fingerprint_digest": file.fingerprint_digest,
+                            "file_digest": file.file_digest,
+                            "num_tokens": file.num_tokens,
+                            "num_bytes": file.num_bytes,
+                            "created_at": moment,
+                        }
+                        for file in added
+                    ],
+                )
+        return added
+
+    def file_for(self, tenant: str, input_key: str) -> KVFileRow | None:
+        with self._database.read() as connection:
+            row = connection.execute(
+                select(*_COLUMNS).where(KVFile.tenant == tenant, KVFile.input_key == input_key)
+            ).first()
+        return None if row is None else _file_row(row)
+
+    def drop_file(self, tenant: str, input_key: str, file_digest: str) -> bool:
+        """Drops the row if it still names this file; whether it did."""
+        with self._database.write() as transaction:
+            dropped = transaction.connection.execute(
+                delete(KVFile).where(
+                    KVFile.tenant == tenant,
+                    KVFile.input_key == input_key,
+                    KVFile.file_digest == file_digest,
+                )
+            )
+            return dropped.rowcount > 0
+
+    def existing_keys(self, tenant: str, input_keys: Sequence[str]) -> set[str]:
+        """Those of `input_keys` that have KV."""
+        with self._database.read() as connection:
+            return _existing_keys(connection, input_keys, tenant=tenant)
+
+    def kv_totals(self, tenant: str | None = None) -> tuple[int, int]:
+        """Files and their bytes, of one tenant or of all."""
+        statement = select(func.count(), func.coalesce(func.sum(KVFile.num_bytes), 0))
+        if tenant is not None:
+            statement = statement.where(KVFile.tenant == tenant)
+        with self._database.read() as connection:
+            files, total = connection.execute(statement).one().tuple()
+        return files, int(total)
+
+    def files_of_all_tenants(self) -> list[KVFileRow]:
+        """For recovery and verification."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(*_COLUMNS).order_by(KVFile.input_key))
+            return [_file_row(row) for row in rows]
+
+    def drop_files_of_all_tenants(self, files: Sequence[KVFileRow]) -> None:
+        """For recovery: drops rows whose file is gone."""
+        with self._database.write() as transaction:
+            for batch in in_batches([file.input_key for file in files]):
+                transaction.connection.execute(delete(KVFile).where(KVFile.input_key.in_(batch)))
+
+
+def in_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(values), _BATCH):
+        yield values[start : start + _BATCH]
+
+
+def release_files(connection: Connection, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
+    """Drops the rows among `input_keys` that no chunk and no collection's prefix refers to any more.
+
+    Called in the transaction that removed the references; the files go after its commit.
+    """
+    released: list[KVFileRow] = []
+    for batch in in_batches(sorted(set(input_keys))):
+        unused = (
+            KVFile.tenant == tenant,
+            KVFile.input_key.in_(batch),
+            ~exists().where(Chunk.tenant == tenant, Chunk.input_key == KVFile.input_key),
+            ~exists().where(Collection.tenant == tenant, Collection.prefix_key == KVFile.input_key),
+        )
+        rows = [_file_row(row) for row in connection.execute(select(*_COLUMNS).where(*unused))]
+        if rows:
+            connection.execute(delete(KVFile).where(KVFile.input_key.in_([row.input_key for row in rows])))
+        released.extend(rows)
+    return tuple(released)
+
+
+def _file_row(values: Row[*tuple[Any, ...]]) -> KVFileRow:
+    row = KVFileRow(*values)
+    if parse_file_name(file_name(row.input_key, row.file_digest)) is None:  # it becomes a path
+        raise damaged("a block file's name is not one")
+    return row
+
+
+def _existing_keys(
+    connection: Connection, input_keys: Sequence[str], *, tenant: str | None = None
+) -> set[str]:
+    found: set[str] = set()
+    for batch in in_batches(input_keys):
+        statement = select(KVFile.input_key).where(KVFile.input_key.in_(batch))
+        if tenant is not None:
+            statement = statement.where(KVFile.tenant == tenant)
+        found.update(connection.execute(statement).scalars())
+    return found

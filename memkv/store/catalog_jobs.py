@@ -1,0 +1,149 @@
+"""Statements about jobs that stand inside other transactions, and what ends with a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, exists, insert, select, update
+from sqlalchemy.orm import aliased
+
+from memkv.store.catalog_store import now
+from memkv.store.database import WriteTransaction
+from memkv.store.ids import new_id
+from memkv.store.rows import JobRow
+from memkv.store.tables import Document, Job, JobDocument
+
+MAX_ATTEMPTS = 3  # a job that takes the process down each time is given up
+CANCELLED = {"code": "cancelled", "detail": "the job was cancelled before this was done"}
+GIVEN_UP = {
+    "code": "given_up",
+    "detail": f"the server stopped {MAX_ATTEMPTS} times while it worked on this job",
+}
+_NOT_DONE = {"code": "not_done", "detail": "the job ended before this document was ready"}
+
+_LIVE = ("queued", "running")
+JOB_COLUMNS = (
+    Job.id,
+    Job.tenant,
+    Job.collection_id,
+    Job.kind,
+    Job.status,
+    Job.stage,
+    Job.done,
+    Job.total,
+    Job.unit,
+    Job.counts,
+    Job.error,
+    Job.attempts,
+    Job.cancel_requested,
+    Job.created_at,
+    Job.started_at,
+    Job.finished_at,
+)
+
+
+def insert_job(
+    transaction: WriteTransaction,
+    tenant: str,
+    collection_id: str,
+    kind: str,
+    document_ids: Sequence[str],
+    *,
+    total: int,
+    unit: str,
+) -> JobRow:
+    """Queues a job within the caller's transaction."""
+    job = JobRow(
+        id=new_id("job"),
+        tenant=tenant,
+        collection_id=collection_id,
+        kind=kind,
+        status="queued",
+        stage="queued",
+        done=0,
+        total=total,
+        unit=unit,
+        counts={},
+        error=None,
+        attempts=0,
+        cancel_requested=False,
+        created_at=now(),
+        started_at=None,
+        finished_at=None,
+    )
+    transaction.connection.execute(
+        insert(Job).values(
+            id=job.id,
+            tenant=tenant,
+            collection_id=collection_id,
+            kind=kind,
+            status=job.status,
+            sequence=transaction.generation,
+            stage=job.stage,
+            done=0,
+            total=total,
+            unit=unit,
+            counts={},
+            attempts=0,
+            cancel_requested=0,
+            created_at=job.created_at,
+        )
+    )
+    if document_ids:
+        transaction.connection.execute(
+            insert(JobDocument),
+            [
+                {"job_id": job.id, "ordinal": ordinal, "document_id": document_id, "status": "queued"}
+                for ordinal, document_id in enumerate(document_ids)
+            ],
+        )
+    return job
+
+
+def live_job_of(connection: Connection, document_id: str) -> str | None:
+    """The queued or running job that will see to this document."""
+    return connection.execute(
+        select(Job.id)
+        .join(JobDocument, JobDocument.job_id == Job.id)
+        .where(JobDocument.document_id == document_id, Job.status.in_(_LIVE))
+        .order_by(Job.sequence.desc())
+        .limit(1)
+    ).scalar()
+
+
+def abandon_jobs(connection: Connection, tenant: str, collection_id: str) -> None:
+    """The collection is being deleted: its queued jobs end, its running ones are asked to."""
+    own = (Job.tenant == tenant, Job.collection_id == collection_id)
+    connection.execute(
+        update(Job)
+        .where(*own, Job.status == "queued")
+        .values(status="cancelled", error=CANCELLED, finished_at=now())
+    )
+    connection.execute(update(Job).where(*own, Job.status == "running").values(cancel_requested=1))
+
+
+def end_job(connection: Connection, job_id: str, status: str, values: Mapping[str, Any]) -> None:
+    connection.execute(
+        update(Job)
+        .where(Job.id == job_id)
+        .values(status=status, lease_epoch=None, lease_owner=None, finished_at=now(), **values)
+    )
+    other_item, other_job = aliased(JobDocument), aliased(Job)
+    in_other_hands = (
+        exists()
+        .where(other_item.document_id == Document.id, other_item.job_id != job_id)
+        .where(other_job.id == other_item.job_id, other_job.status.in_(_LIVE))
+    )
+    left_over = select(JobDocument.document_id).where(JobDocument.job_id == job_id)
+    connection.execute(
+        update(Document)
+        .where(Document.id.in_(left_over), Document.status == "pending", ~in_other_hands)
+        .values(status="failed", error=values.get("error") or _NOT_DONE, updated_at=now())
+    )
+
+
+def job_row(*values: Any) -> JobRow:
+    row = JobRow(*values)
+    return replace(row, cancel_requested=bool(row.cancel_requested))

@@ -1,0 +1,66 @@
+"""What a search reads: which chunks may be found, and the rows of those that were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import select
+
+from memkv.store.catalog_chunks import CHUNK_COLUMNS
+from memkv.store.catalog_documents import DOCUMENT_COLUMNS
+from memkv.store.catalog_files import in_batches
+from memkv.store.catalog_filters import filter_clause
+from memkv.store.database import Database
+from memkv.store.filters import Filter
+from memkv.store.rows import ChunkRow, DocumentRow, FoundChunk
+from memkv.store.tables import Chunk, Document
+
+
+class SearchStatements:
+    """Its methods raise DatabaseUnavailable and DatabaseDamaged."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def row_ids_matching(self, tenant: str, collection_id: str, matching: Filter) -> NDArray[np.int64]:
+        """Row ids of the chunks whose document matches the filter, ascending."""
+        statement = (
+            select(Chunk.row_id)
+            .join(Document, Document.id == Chunk.document_id)
+            .where(
+                Chunk.tenant == tenant,
+                Chunk.collection_id == collection_id,
+                filter_clause(matching, collection_id),
+            )
+            .order_by(Chunk.row_id)
+        )
+        with self._database.read() as connection:
+            return np.array(connection.execute(statement).scalars().all(), dtype=np.int64)
+
+    def chunks_by_row_ids(
+        self, tenant: str, collection_id: str, row_ids: Sequence[int]
+    ) -> dict[int, FoundChunk]:
+        """The chunks among `row_ids` that are there now, with their documents, by row id.
+
+        The vector index may still hold rows that were deleted: what is not found here was.
+        """
+        found: dict[int, FoundChunk] = {}
+        width = len(CHUNK_COLUMNS)
+        with self._database.read() as connection:
+            for batch in in_batches(row_ids):
+                statement = (
+                    select(*CHUNK_COLUMNS, *DOCUMENT_COLUMNS)
+                    .join(Document, Document.id == Chunk.document_id)
+                    .where(
+                        Chunk.tenant == tenant,
+                        Chunk.collection_id == collection_id,
+                        Chunk.row_id.in_(batch),
+                    )
+                )
+                for row in connection.execute(statement):
+                    values = tuple(row)
+                    chunk = ChunkRow(*values[:width])
+                    found[chunk.row_id] = FoundChunk(chunk, DocumentRow(*values[width:]))
+        return found

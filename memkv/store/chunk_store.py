@@ -1,0 +1,329 @@
+"""The KV of a store's chunks: published, verified on every load, healed, reclaimed.
+
+Order of a publication, so that a kill at any point leaves no row without its file:
+
+    tmp, reserve, write, fsync (in parallel) -> link to the final name -> fsync each directory -> rows in SQL
+
+Healing and reclaiming go the other way round: the row first, then the file. Rows and names change under one
+lock; loads take it only when something is wrong. Bytes are never rewritten in place.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from memkv.errors import MemKVError, ServiceUnavailableError
+from memkv.kv.chunk import ChunkKV
+from memkv.kv.fingerprint import token_digest
+from memkv.kv.layout import KVLayout
+from memkv.store.block_directory import BlockDirectory
+from memkv.store.block_file import (
+    BlockFileIdentity,
+    check_block_file,
+    encode_header,
+    file_digest,
+    file_name,
+    read_block_file,
+)
+from memkv.store.catalog import Catalog
+from memkv.store.durable_files import Damage, storage_error, write_new_file
+from memkv.store.rows import DEFAULT_TENANT, KVFileRow
+
+_WRITERS = 16  # threads that write and fsync; the disk merges their flushes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishItem:
+    input_key: str
+    fingerprint_digest: str
+    context_ids: Sequence[int]
+    token_ids: Sequence[int]
+    kv: ChunkKV
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProblem:
+    """One thing that is wrong under the data directory."""
+
+    kind: str  # a Damage kind, or `orphan`: a file that no row names
+    name: str  # of the file, within blocks/
+    detail: str
+    repaired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    drafts_removed: int
+    rows_dropped: int  # their file was gone
+    orphans: int  # files that no row names
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """A written, durable file that has no final name yet."""
+
+    row: KVFileRow
+    identity: BlockFileIdentity
+    path: Path
+
+
+class ChunkStore:
+    """Thread-safe. Its directories must exist (`Store.open` makes them)."""
+
+    def __init__(self, data_dir: Path, catalog: Catalog) -> None:
+        self._directory = BlockDirectory(data_dir)
+        self._catalog = catalog
+        self._names = threading.Lock()  # rows and final names change together under it
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="memkv-fsync")
+
+    def publish(self, items: Sequence[PublishItem]) -> int:
+        """Stores chunks durably and makes them visible, all or none; returns how many were new.
+
+        A key that is there already is left as it is.
+
+        Raises:
+            InsufficientStorageError: the disk is full; nothing is visible, nothing is left.
+            ServiceUnavailableError: the disk or the database failed; nothing is visible.
+        """
+        drafts = self._write_drafts(self._missing(items))
+        try:
+            with self._names:
+                added = self._make_visible(drafts)
+        finally:
+            for draft in drafts:
+                with suppress(OSError):
+                    draft.path.unlink(missing_ok=True)
+        self._count(published=len(added), published_bytes=sum(row.num_bytes for row in added))
+        return len(added)
+
+    def load(
+        self,
+        input_key: str,
+        *,
+        fingerprint_digest: str,
+        layout: KVLayout,
+        context_ids: Sequence[int],
+        token_ids: Sequence[int],
+        tenant: str = DEFAULT_TENANT,
+    ) -> ChunkKV | None:
+        """The chunk's KV, every byte verified, or None where there is none.
+
+        A missing or damaged file, or one of another model, other tokens or another layout, counts as none:
+        its row is dropped, the file goes to quarantine. Raises only what the database does
+        (DatabaseUnavailable, DatabaseDamaged).
+        """
+        identity = BlockFileIdentity(
+            input_key=input_key,
+            fingerprint_digest=fingerprint_digest,
+            token_digest=token_digest(context_ids, token_ids),
+            layout=layout,
+            context_tokens=len(context_ids),
+            num_tokens=len(token_ids),
+        )
+        row = self._catalog.file_for(tenant, input_key)
+        if row is None:
+            self._count(misses=1)
+            return None
+        found = read_block_file(self._directory.path(row), identity, row.file_digest)
+        if isinstance(found, Damage):
+            found = self._look_again(tenant, identity, found)
+        if isinstance(found, Damage):
+            self._count(misses=1, **{f"damaged_{found.kind}": 1})
+            return None
+        self._count(hits=1, loaded_bytes=identity.file_bytes)
+        return found
+
+    def reclaim(self, released: Sequence[KVFileRow]) -> int:
+        """Unlinks files whose rows were dropped; returns the bytes. Skips keys that were published again."""
+        freed = 0
+        with self._names:
+            for row in released:
+                current = self._catalog.file_for(row.tenant, row.input_key)
+                if current is not None and current.file_digest == row.file_digest:
+                    continue
+                with suppress(OSError):
+                    self._directory.path(row).unlink()
+                    freed += row.num_bytes
+        self._count(reclaimed=len(released), reclaimed_bytes=freed)
+        return freed
+
+    def recover(self) -> Recovered:
+        """At an opening: clears tmp/ and drops rows whose file is gone."""
+        drafts = self._directory.clear_temporary()
+        with self._names:
+            listing = self._directory.list()
+            rows = self._catalog.files_of_all_tenants()
+            missing = [row for row in rows if listing.lacks(row)]
+            if missing:
+                self._catalog.drop_files_of_all_tenants(missing)
+        named = {file_name(row.input_key, row.file_digest) for row in rows}
+        return Recovered(drafts, len(missing), len(listing.names - named))
+
+    def verify(self, *, full: bool = False, repair: bool = False) -> list[StoreProblem]:
+        """Compares rows with files: presence and size, and with `full` every byte.
+
+        With `repair`, bad files go to quarantine with their rows dropped, and files that no row names are
+        unlinked.
+        """
+        found: list[StoreProblem] = []
+        for row in self._catalog.files_of_all_tenants():
+            damage = self._check(row, full=full)
+            if damage is None:
+                continue
+            repaired = repair and self._discard(row, damage)
+            name = file_name(row.input_key, row.file_digest)
+            found.append(StoreProblem(damage.kind, name, damage.detail, repaired))
+        with self._names:
+            rows = self._catalog.files_of_all_tenants()
+            named = {file_name(row.input_key, row.file_digest) for row in rows}
+            for name in sorted(self._directory.list().names - named):
+                removed = False
+                if repair:
+                    with suppress(OSError):
+                        self._directory.path_of(name).unlink()
+                        removed = True
+                found.append(StoreProblem("orphan", name, "no row names it", removed))
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """Since the opening: hits, misses, published, damaged_<kind> ...; and what is in quarantine."""
+        files, size = self._directory.quarantined()
+        with self._counting:
+            return {**self._counts, "quarantine_files": files, "quarantine_bytes": size}
+
+    def close(self) -> None:
+        self._writers.shutdown()
+
+    # writing
+
+    def _missing(self, items: Sequence[PublishItem]) -> list[PublishItem]:
+        """The items whose key has no row, each key once."""
+        by_key = {(item.tenant, item.input_key): item for item in items}
+        for tenant in {item.tenant for item in items}:
+            keys = [item.input_key for item in items if item.tenant == tenant]
+            for key in self._catalog.existing_keys(tenant, keys):
+                del by_key[tenant, key]
+        return list(by_key.values())
+
+    def _write_drafts(self, items: Sequence[PublishItem]) -> list[_Draft]:
+        futures: list[Future[_Draft]] = [self._writers.submit(self._write_draft, item) for item in items]
+        drafts: list[_Draft] = []
+        failure: MemKVError | None = None
+        for future in futures:
+            try:
+                drafts.append(future.result())
+            except MemKVError as error:
+                failure = failure or error
+        if failure is not None:
+            for draft in drafts:
+                with suppress(OSError):
+                    draft.path.unlink()
+            raise failure
+        return drafts
+
+    def _write_draft(self, item: PublishItem) -> _Draft:
+        identity = BlockFileIdentity(
+            input_key=item.input_key,
+            fingerprint_digest=item.fingerprint_digest,
+            token_digest=token_digest(item.context_ids, item.token_ids),
+            layout=item.kv.layout,
+            context_tokens=len(item.context_ids),
+            num_tokens=len(item.token_ids),
+        )
+        parts = [encode_header(identity, item.kv), item.kv.data]
+        row = KVFileRow(
+            input_key=item.input_key,
+            tenant=item.tenant,
+            fingerprint_digest=item.fingerprint_digest,
+            file_digest=file_digest(parts),
+            num_tokens=identity.num_tokens,
+            num_bytes=identity.file_bytes,
+        )
+        path = self._directory.temporary_path()
+        write_new_file(path, parts, mode=0o400)
+        return _Draft(row, identity, path)
+
+    def _make_visible(self, drafts: Sequence[_Draft]) -> list[KVFileRow]:
+        """Final names, then rows. Called under the lock."""
+        by_tenant: dict[str, set[str]] = {}
+        for tenant in {draft.row.tenant for draft in drafts}:
+            keys = [draft.row.input_key for draft in drafts if draft.row.tenant == tenant]
+            by_tenant[tenant] = self._catalog.existing_keys(tenant, keys)
+        new = [draft for draft in drafts if draft.row.input_key not in by_tenant[draft.row.tenant]]
+        if not new:
+            return []
+        linked: list[Path] = []
+        try:
+            for draft in new:
+                path = self._directory.path(draft.row)
+                if self._directory.link(draft.path, draft.row, draft.identity):
+                    linked.append(path)
+            self._directory.sync_shards(draft.row for draft in new)
+        except (OSError, ServiceUnavailableError) as error:
+            for path in linked:
+                with suppress(OSError):
+                    path.unlink()
+            raise storage_error(error) if isinstance(error, OSError) else error from error
+        # From here on a failure leaves files that no row names: whether the commit took place is unknown.
+        return self._catalog.register_files([draft.row for draft in new])
+
+    # healing
+
+    def _look_again(self, tenant: str, identity: BlockFileIdentity, first: Damage) -> ChunkKV | Damage:
+        """Under the lock: another thread may have healed or reclaimed the key; else it is discarded here."""
+        if first.transient:
+            return first
+        with self._names:
+            row = self._catalog.file_for(tenant, identity.input_key)
+            if row is None:
+                return first
+            found = read_block_file(self._directory.path(row), identity, row.file_digest)
+            if isinstance(found, Damage) and not found.transient:
+                self._discard_locked(row, found)
+            return found
+
+    def _discard(self, row: KVFileRow, damage: Damage) -> bool:
+        with self._names:
+            return self._discard_locked(row, damage)
+
+    def _discard_locked(self, row: KVFileRow, damage: Damage) -> bool:
+        """Row first, then the file. False where the database cannot be written: the next load tries again."""
+        try:
+            self._catalog.drop_file(row.tenant, row.input_key, row.file_digest)
+        except MemKVError:
+            return False
+        if damage.kind != "missing":
+            self._count(quarantined=int(self._directory.quarantine(self._directory.path(row), damage)))
+        return True
+
+    # looking
+
+    def _check(self, row: KVFileRow, *, full: bool) -> Damage | None:
+        path = self._directory.path(row)
+        if full:
+            return check_block_file(path, row.input_key, row.fingerprint_digest, row.file_digest)
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return Damage("missing", "there is no such file")
+        except OSError as error:
+            return Damage("unreadable", error.strerror or type(error).__name__, transient=True)
+        if not stat.S_ISREG(found.st_mode):
+            return Damage("irregular", "not a regular file")
+        if found.st_size != row.num_bytes:
+            return Damage("size", f"{found.st_size} bytes, not {row.num_bytes}")
+        return None
+
+    def _count(self, **counts: int) -> None:
+        with self._counting:
+            self._counts.update(counts)

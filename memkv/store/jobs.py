@@ -1,0 +1,305 @@
+"""Jobs: rows that a worker claims, reports on and finishes.
+
+    queued -> running -> succeeded | partial | failed | cancelled
+       ^         |
+       └─────────┘  released at a shutdown, or found running at an opening
+
+A running job belongs to the epoch that claimed it, so that a later opening knows without any clock which ones
+were left behind. Progress is kept in memory and written at most once a second: reporting it costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from sqlalchemy import func, literal, or_, select, update
+
+from memkv.errors import JobNotFound
+from memkv.store.catalog_jobs import (
+    CANCELLED,
+    GIVEN_UP,
+    JOB_COLUMNS,
+    MAX_ATTEMPTS,
+    end_job,
+    insert_job,
+    job_row,
+)
+from memkv.store.catalog_store import now
+from memkv.store.database import Database
+from memkv.store.paging import read_page
+from memkv.store.plain_values import checked_text
+from memkv.store.rows import JobItem, JobRow, JobStatus, Page, PageRequest, Problem
+from memkv.store.tables import Job, JobDocument, Moment
+
+_FLUSH_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    stage: str
+    done: int
+    total: int
+    unit: str
+    written_at: float  # monotonic
+    cancel_requested: bool
+
+
+class Jobs:
+    """Thread-safe. Raises DatabaseUnavailable, DatabaseDamaged, InsufficientStorageError, StoreFenced."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._changed = threading.Condition()  # guards the two below
+        self._progress: dict[str, _Progress] = {}  # of the jobs this process runs
+        self._events = 0  # jobs queued, finished or cancelled so far
+
+    def create(
+        self,
+        tenant: str,
+        collection_id: str,
+        kind: str,
+        document_ids: Sequence[str],
+        *,
+        unit: str = "documents",
+    ) -> JobRow:
+        checked_text("the job's kind", kind, max_chars=64)
+        with self._database.write() as transaction:
+            row = insert_job(
+                transaction, tenant, collection_id, kind, document_ids, total=len(document_ids), unit=unit
+            )
+        self.announce()
+        return row
+
+    def get(self, tenant: str, job_id: str) -> JobRow:
+        """With the progress of this moment. Raises JobNotFound."""
+        checked_text("the job's id", job_id, max_chars=256)
+        with self._database.read() as connection:
+            row = connection.execute(
+                select(*JOB_COLUMNS).where(Job.tenant == tenant, Job.id == job_id)
+            ).first()
+        if row is None:
+            raise JobNotFound(
+                f"job {job_id[:128]!r} does not exist", hint="memkv jobs list shows those that do"
+            )
+        return self._with_progress(job_row(*row))
+
+    def list(
+        self,
+        tenant: str,
+        page: PageRequest,
+        *,
+        status: JobStatus | None = None,
+        kind: str | None = None,
+        collection_id: str | None = None,
+    ) -> Page[JobRow]:
+        statement = select(*JOB_COLUMNS).where(Job.tenant == tenant)
+        if status is not None:
+            statement = statement.where(Job.status == status)
+        if kind is not None:
+            statement = statement.where(Job.kind == checked_text("the job's kind", kind, max_chars=64))
+        if collection_id is not None:
+            statement = statement.where(Job.collection_id == collection_id)
+        with self._database.read() as connection:
+            page_read = read_page(connection, statement, page, order_by=Job.id, make=job_row)
+        return replace(page_read, rows=tuple(self._with_progress(row) for row in page_read.rows))
+
+    def items(self, tenant: str, job_id: str) -> tuple[JobItem, ...]:
+        with self._database.read() as connection:
+            rows = connection.execute(
+                select(JobDocument.document_id, JobDocument.status, JobDocument.error)
+                .join(Job, Job.id == JobDocument.job_id)
+                .where(Job.tenant == tenant, Job.id == job_id)
+                .order_by(JobDocument.ordinal)
+            ).all()
+        return tuple(JobItem(*row) for row in rows)
+
+    def claim(self, owner: str, *, timeout: float = 0.0) -> JobRow | None:
+        """The job that waited longest, now running; None where none came within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                seen = self._events
+            job = self._claim(owner)
+            left = deadline - time.monotonic()
+            if job is not None or left <= 0:
+                return job
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._events != seen, left):  # noqa: B023
+                    return None
+
+    def progress(self, job_id: str, *, stage: str, done: int, total: int, unit: str) -> None:
+        """Reports on a running job; written to the database at most once a second."""
+        with self._changed:
+            live = self._progress.get(job_id)
+            if live is None:
+                return
+            live.stage, live.done, live.total, live.unit = stage, done, total, unit
+            due = time.monotonic() - live.written_at >= _FLUSH_SECONDS
+            if due:
+                live.written_at = time.monotonic()
+        if due:
+            with self._database.write() as transaction:
+                transaction.connection.execute(
+                    update(Job)
+                    .where(Job.id == job_id, Job.status == "running")
+                    .values(stage=stage, done=done, total=total, unit=unit)
+                )
+
+    def is_cancelled(self, job_id: str) -> bool:
+        """Whether the worker should stop; asked between two pieces of work."""
+        with self._changed:
+            live = self._progress.get(job_id)
+            return live is not None and live.cancel_requested
+
+    def finish_item(
+        self,
+        job_id: str,
+        document_id: str,
+        status: Literal["succeeded", "failed"],
+        error: Problem | None = None,
+    ) -> None:
+        with self._database.write() as transaction:
+            transaction.connection.execute(
+                update(JobDocument)
+                .where(JobDocument.job_id == job_id, JobDocument.document_id == document_id)
+                .values(status=status, error=None if error is None else dict(error))
+            )
+
+    def finish(
+        self,
+        job_id: str,
+        status: Literal["succeeded", "partial", "failed", "cancelled"],
+        *,
+        counts: Mapping[str, object] | None = None,
+        error: Problem | None = None,
+    ) -> None:
+        """Ends a job. Documents it leaves pending, and no other job works on, fail with `error`."""
+        with self._changed:
+            live = self._progress.get(job_id)
+        values: dict[str, Any] = {
+            "counts": dict(counts or {}),
+            "error": None if error is None else dict(error),
+        }
+        if live is not None:
+            values.update(stage=live.stage, done=live.done, total=live.total, unit=live.unit)
+        with self._database.write() as transaction:
+            end_job(transaction.connection, job_id, status, values)
+        with self._changed:
+            self._progress.pop(job_id, None)
+        self.announce()
+
+    def release(self, job_id: str) -> None:
+        """Gives a running job back to the queue, as if it had not been tried: a worker that shuts down."""
+        with self._database.write() as transaction:
+            transaction.connection.execute(
+                update(Job)
+                .where(Job.id == job_id, Job.status == "running")
+                .values(status="queued", attempts=Job.attempts - 1, lease_epoch=None, lease_owner=None)
+            )
+        with self._changed:
+            self._progress.pop(job_id, None)
+        self.announce()
+
+    def cancel(self, tenant: str, job_id: str) -> JobRow:
+        """A queued job ends at once; a running one is asked to stop; a finished one stays as it is.
+
+        Raises JobNotFound.
+        """
+        self.get(tenant, job_id)
+        with self._database.write() as transaction:
+            connection = transaction.connection
+            own = (Job.tenant == tenant, Job.id == job_id)
+            status = connection.execute(select(Job.status).where(*own)).scalar()
+            if status == "queued":
+                end_job(connection, job_id, "cancelled", {"error": CANCELLED})
+            elif status == "running":
+                connection.execute(update(Job).where(*own).values(cancel_requested=1))
+        with self._changed:
+            live = self._progress.get(job_id)
+            if live is not None:
+                live.cancel_requested = True
+        self.announce()
+        return self.get(tenant, job_id)
+
+    def announce(self) -> None:
+        """Wakes every waiting thread: a job was queued or ended, or the worker shall look around."""
+        with self._changed:
+            self._events += 1
+            self._changed.notify_all()
+
+    def wait(self, tenant: str, job_id: str, timeout: float) -> JobRow:
+        """The job, finished, or as it stands after `timeout` seconds. Raises JobNotFound."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                seen = self._events
+            job = self.get(tenant, job_id)
+            left = deadline - time.monotonic()
+            if job.is_finished or left <= 0:
+                return job
+            with self._changed:
+                self._changed.wait_for(lambda: self._events != seen, min(left, 0.5))  # noqa: B023
+
+    def requeue_left_behind(self) -> tuple[int, int]:
+        """At an opening: jobs of earlier epochs are queued again, or given up after `MAX_ATTEMPTS`.
+
+        Returns how many were queued and how many given up.
+        """
+        with self._database.write() as transaction:
+            connection = transaction.connection
+            left_behind = (
+                Job.status == "running",
+                or_(Job.lease_epoch.is_(None), Job.lease_epoch != transaction.epoch),
+            )
+            hopeless = (
+                connection.execute(select(Job.id).where(*left_behind, Job.attempts >= MAX_ATTEMPTS))
+                .scalars()
+                .all()
+            )
+            for job_id in hopeless:
+                end_job(connection, job_id, "failed", {"error": GIVEN_UP})
+            queued = connection.execute(
+                update(Job).where(*left_behind).values(status="queued", lease_epoch=None, lease_owner=None)
+            ).rowcount
+        self.announce()
+        return queued, len(hopeless)
+
+    def _claim(self, owner: str) -> JobRow | None:
+        waiting = select(Job.id).where(Job.status == "queued").order_by(Job.sequence, Job.id).limit(1)
+        with self._database.read() as connection:  # an idle worker writes nothing
+            if connection.execute(waiting).scalar() is None:
+                return None
+        with self._database.write() as transaction:
+            connection = transaction.connection
+            job_id = connection.execute(waiting.with_for_update(skip_locked=True)).scalar()
+            if job_id is None:
+                return None
+            row = connection.execute(
+                update(Job)
+                .where(Job.id == job_id)
+                .values(
+                    status="running",
+                    attempts=Job.attempts + 1,
+                    lease_epoch=transaction.epoch,
+                    lease_owner=owner,
+                    started_at=func.coalesce(Job.started_at, literal(now(), Moment())),
+                )
+                .returning(*JOB_COLUMNS)
+            ).one()
+        job = job_row(*row)
+        with self._changed:
+            self._progress[job.id] = _Progress(
+                job.stage, job.done, job.total, job.unit, time.monotonic(), job.cancel_requested
+            )
+        return job
+
+    def _with_progress(self, job: JobRow) -> JobRow:
+        with self._changed:
+            live = self._progress.get(job.id)
+            if live is None or job.is_finished:
+                return job
+            return replace(job, stage=live.stage, done=live.done, total=live.total, unit=live.unit)

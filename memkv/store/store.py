@@ -1,0 +1,331 @@
+"""A store: one data directory, one database, one process that may write.
+
+    memkv.db      the database, unless a PostgreSQL one is named: truth
+    blocks/       KV, one immutable file per chunk: derived
+    indexes/      vectors, one file per collection: derived
+    tmp/  quarantine/  STORE (id and format, pairs the directory with its database)  lock
+
+Every operation that concerns more than one of these is a method here, in the order that no kill can break:
+rows first and the index and files after them, except that a block file is durable before its row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memkv.errors import ConfigError, MemKVError, MigrationNeeded
+from memkv.store.catalog import Catalog
+from memkv.store.chunk_store import ChunkStore, StoreProblem
+from memkv.store.database import Database, parse_database_url
+from memkv.store.durable_files import Damage, read_file, replace_file, sync_directory
+from memkv.store.filters import parse_filter
+from memkv.store.jobs import Jobs
+from memkv.store.lock import StoreLock, take_advisory_lock
+from memkv.store.rows import (
+    Accepted,
+    Change,
+    CollectionRow,
+    Committed,
+    DeletedCollection,
+    NewChunk,
+    NewDocument,
+    PageRequest,
+)
+from memkv.store.schema import SchemaRevision, require_schema
+from memkv.store.search import SearchHit, search_collection
+from memkv.store.vector_index import VectorIndexes
+
+FORMAT_VERSION = 1  # of the data directory
+
+_DIRECTORIES = ("blocks", "tmp", "quarantine", "indexes")
+_DURABLE_SYNCHRONOUS = {"wal": 2, "other": 3}  # SQLite: FULL, EXTRA
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What an opening found and put right."""
+
+    schema: SchemaRevision  # as it was found
+    epoch: int
+    drafts_removed: int  # unfinished files in tmp/
+    rows_dropped: int  # of KV whose file was gone: it will be prefilled again
+    orphans: int  # block files that no row names
+    jobs_queued: int  # found running
+    jobs_given_up: int
+    documents_queued: int  # pending ones that no job spoke of
+
+
+class Store:
+    """Made by `Store.open`; close it, or use it as a context manager. Thread-safe."""
+
+    def __init__(self, data_dir: Path, database: Database, *, upgrade: bool, held: ExitStack) -> None:
+        """`Store.open` calls this under the store's lock; what is acquired goes into `held`."""
+        _check_settings(database.settings())
+        take_advisory_lock(database, held)
+        schema = require_schema(database, upgrade=upgrade)
+        self.data_dir = data_dir
+        self.database = database
+        self.catalog = Catalog(database)
+        self.store_id = _pair(data_dir, self.catalog)
+        epoch = self.catalog.take_over()
+        self.chunks = ChunkStore(data_dir, self.catalog)
+        held.callback(self.chunks.close)
+        self.jobs = Jobs(database)
+        self.recovery = self._recover(schema, epoch)
+        self.indexes = VectorIndexes(
+            data_dir / "indexes", lambda: data_dir / "tmp" / uuid.uuid4().hex, self.store_id, self.catalog
+        )
+        self._held = held
+
+    @classmethod
+    def open(
+        cls,
+        data_dir: Path,
+        database_url: str | None = None,
+        *,
+        upgrade: bool = False,
+        busy_seconds: float = 5.0,
+    ) -> Store:
+        """Locks, migrates (an empty database, or any older one with `upgrade`), recovers.
+
+        Raises:
+            StoreLocked: another process has it open; its pid is named.
+            MigrationNeeded: the schema is older, or newer than this program.
+            DatabaseUnavailable, DatabaseDamaged: the database cannot be used.
+            ConfigError: the directory or URL cannot be used, or the two do not belong together.
+        """
+        data_dir = Path(os.path.abspath(data_dir))
+        url = parse_database_url(database_url, data_dir)
+        _make_directories(data_dir)
+        with ExitStack() as held:
+            held.callback(StoreLock(data_dir / "lock").release)
+            database = Database(url, busy_seconds=busy_seconds)
+            held.callback(database.close)
+            store = cls(data_dir, database, upgrade=upgrade, held=held)
+            store._held = held.pop_all()
+            return store
+        raise AssertionError("bug: an exit stack swallowed an error")
+
+    def close(self) -> None:
+        """Saves the indexes and lets go of everything. May be called twice."""
+        with suppress(MemKVError):  # a full disk costs a rebuild, not the shutdown
+            self.indexes.save_all()
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def accept_documents(self, tenant: str, collection_id: str, documents: Sequence[NewDocument]) -> Accepted:
+        """`Catalog.accept_documents`, and wakes the workers. Once it returns, the texts are never lost."""
+        accepted = self.catalog.accept_documents(tenant, collection_id, documents)
+        if accepted.job is not None:
+            self.jobs.announce()
+        return accepted
+
+    def commit_document(
+        self, tenant: str, document_id: str, revision: int, chunks: Sequence[NewChunk]
+    ) -> Committed:
+        """`Catalog.commit_document`, then the index, then the files of keys that fell out of use.
+
+        Once it returns with outcome `ready`, a search finds the new chunks and none of the old ones.
+        """
+        committed = self.catalog.commit_document(tenant, document_id, revision, chunks)
+        if committed.change is not None:
+            self._follow(tenant, committed.change)
+        return committed
+
+    def delete_document(self, tenant: str, collection_id: str, document: str) -> Change:
+        """Once it returns, no search finds the document. Raises DocumentNotFound."""
+        change = self.catalog.delete_document(tenant, collection_id, document)
+        self._follow(tenant, change)
+        return change
+
+    def delete_collection(self, tenant: str, name: str) -> DeletedCollection:
+        """Raises CollectionNotFound."""
+        deleted = self.catalog.delete_collection(tenant, name)
+        self.indexes.drop(deleted.collection_id)
+        self.chunks.reclaim(deleted.released)
+        self.jobs.announce()
+        return deleted
+
+    def search(
+        self,
+        collection: CollectionRow,
+        vector: NDArray[np.float32],
+        k: int,
+        *,
+        filter: object = None,
+        min_score: float | None = None,
+    ) -> list[SearchHit]:
+        """`search_collection`; `filter` is what `parse_filter` reads. Raises FilterError, BadRequestError."""
+        return search_collection(
+            self.catalog,
+            self.indexes,
+            collection,
+            vector,
+            k,
+            matching=parse_filter(filter),
+            min_score=min_score,
+        )
+
+    def verify(self, *, full: bool = False, repair: bool = False) -> list[StoreProblem]:
+        """Everything that is wrong: database, block files (all bytes with `full`), index files."""
+        found = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
+        found += self.chunks.verify(full=full, repair=repair)
+        for tenant in self.catalog.tenants():
+            after: str | None = None
+            while True:
+                page = self.catalog.list_collections(tenant, PageRequest(limit=100, after=after))
+                for collection in page.rows:
+                    damage = self.indexes.check(collection)
+                    if damage is not None:
+                        repaired = repair and self.indexes.get(collection) is not None
+                        repaired = repaired and self.indexes.save(collection.id)
+                        found.append(StoreProblem("index", collection.name, damage.detail, repaired))
+                if not page.has_more:
+                    break
+                after = page.rows[-1].id
+        return found
+
+    def stats(self) -> dict[str, object]:
+        """Plain values, for /v1/store/stats and `memkv store stats`."""
+        files, size = self.catalog.kv_totals()
+        settings = self.database.settings()
+        return {
+            "store_id": self.store_id,
+            "data_dir": str(self.data_dir),
+            "generation": self.catalog.generation(),
+            "database": settings,
+            "warnings": _warnings(settings),
+            **self.catalog.totals(),
+            "kv_files": files,
+            "kv_bytes": size,
+            "chunk_store": self.chunks.stats(),
+            "indexes": self.indexes.stats(),
+            "recovery": asdict(self.recovery),
+        }
+
+    def _recover(self, schema: SchemaRevision, epoch: int) -> Recovery:
+        files = self.chunks.recover()
+        queued, given_up = self.jobs.requeue_left_behind()
+        stray = self.catalog.pending_documents()
+        if stray:
+            self.catalog.queue_documents(stray)
+        return Recovery(
+            schema=schema,
+            epoch=epoch,
+            drafts_removed=files.drafts_removed,
+            rows_dropped=files.rows_dropped,
+            orphans=files.orphans,
+            jobs_queued=queued,
+            jobs_given_up=given_up,
+            documents_queued=len(stray),
+        )
+
+    def _follow(self, tenant: str, change: Change) -> None:
+        self.indexes.apply(tenant, change)
+        if change.released:
+            self.chunks.reclaim(change.released)
+
+
+def _make_directories(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in _DIRECTORIES:
+            path = data_dir / name
+            path.mkdir(mode=0o700, exist_ok=True)
+            if not stat.S_ISDIR(path.lstat().st_mode):
+                raise ConfigError(
+                    f"{name}/ of the data directory is a link", hint="move the whole data directory instead"
+                )
+        sync_directory(data_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"the data directory {data_dir} cannot be used: {error.strerror}",
+            hint="choose another one (MEMKV_DATA_DIR), or check its owner and permissions",
+        ) from error
+
+
+def _check_settings(settings: dict[str, object]) -> None:
+    if settings["dialect"] == "sqlite":
+        mode = "wal" if settings["journal_mode"] == "wal" else "other"
+        if settings["synchronous"] != _DURABLE_SYNCHRONOUS[mode] or settings["foreign_keys"] != 1:
+            raise ConfigError(
+                f"SQLite does not keep its settings: {settings}", hint="install pysqlite3, or use PostgreSQL"
+            )
+    elif settings["server_encoding"] != "UTF8":
+        raise ConfigError(
+            f"the database's encoding is {settings['server_encoding']}", hint="create it with ENCODING 'UTF8'"
+        )
+
+
+def _warnings(settings: dict[str, object]) -> list[str]:
+    """What makes this database less durable than it could be."""
+    found = []
+    if settings["dialect"] == "sqlite":
+        if settings["journal_mode"] != "wal":
+            found.append("SQLite cannot use WAL here: writers block readers")
+    else:
+        if settings["fsync"] != "on":
+            found.append("PostgreSQL runs with fsync off: a power cut loses documents")
+        if settings["data_checksums"] != "on":
+            found.append("PostgreSQL runs without data checksums: damage stays unseen")
+    return found
+
+
+def _pair(data_dir: Path, catalog: Catalog) -> str:
+    """The store's id, the same in STORE and in the database. STORE is written after the database knows it."""
+    path = data_dir / "STORE"
+    named, known = _read_store_file(path), catalog.store_id()
+    if known is None:
+        if path.exists():
+            raise ConfigError(
+                "this data directory belongs to another database: the one it is opened with is empty",
+                hint="restore the database, or choose another data directory (MEMKV_DATA_DIR)",
+            )
+        known = uuid.uuid4().hex
+        catalog.create_store(known)
+    if named is not None and named != known:
+        raise ConfigError(
+            "this data directory belongs to another database",
+            hint="check MEMKV_DATA_DIR and MEMKV_DATABASE_URL",
+        )
+    if named is None:
+        text = json.dumps({"store_id": known, "format_version": FORMAT_VERSION}) + "\n"
+        replace_file(path, data_dir / "tmp" / uuid.uuid4().hex, [text.encode()])
+    return known
+
+
+def _read_store_file(path: Path) -> str | None:
+    """The id; None where there is no such file, or one that says nothing."""
+    data = read_file(path, limit=4096)
+    if isinstance(data, Damage):
+        return None
+    try:
+        content = json.loads(data)
+        version, store_id = content["format_version"], uuid.UUID(hex=content["store_id"]).hex
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if version != FORMAT_VERSION:
+        raise MigrationNeeded(
+            f"the data directory has format {version}, this memkv knows {FORMAT_VERSION}",
+            hint="install the memkv that made it",
+        )
+    return store_id

@@ -1,0 +1,1 @@
+"""Alembic migrations of memkv's database; `memkv.store.schema` runs them."""
