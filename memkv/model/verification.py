@@ -1,7 +1,7 @@
 """Proves on load that a model gives, through memkv's attention, the logits of its own forward pass.
 
 No list of architectures decides what is served. A model that `support` does not refuse by name is observed
-layer by layer (`observation`), then run twice on a few tokens: as transformers runs it, and as memkv would,
+layer by layer (`observation`), then run twice on a few tokens: as transformers does, and as memkv would,
 two sequences in one packed row, one of them over keys that were stored at other positions.
 """
 
@@ -91,6 +91,8 @@ class _Tokens:
 
 def _verify(model: PreTrainedModel, eos_token_ids: Sequence[int]) -> ModelSpec:
     config = model.config
+    # transformers' plain attention: others may drop what they do not implement, as SDPA does a soft-cap
+    model.set_attn_implementation("eager")
     native = _native_logits(model, _tokens(config))
     max_context = _max_context(config)
     layers = observe(model, max_context)

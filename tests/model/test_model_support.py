@@ -243,6 +243,7 @@ def _wrong(layer: LayerSpec, what: str) -> LayerSpec:
 @pytest.mark.parametrize("what", ["frequencies", "pairing", "no rotation", "window", "softcap"])
 def test_the_check_of_logits_notices_one_wrong_layer(what: str) -> None:
     model = tiny_model("gemma2")
+    model.set_attn_implementation("eager")
     native = _native_logits(model, _tokens(model.config))
     spec = verify_effective(model)
     check_logits(model, spec, native)
