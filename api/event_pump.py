@@ -20,7 +20,7 @@ from memkv.errors import EngineClosed, InternalServerError, MemKVError
 from memkv.wire import QueryEvent, QueryRequest
 
 if TYPE_CHECKING:
-    from memkv.memory import QueryStream
+    from memkv.memory.answering import QueryStream
 
 
 class EventPump:

@@ -1,7 +1,7 @@
 """Runs the server: where it listens, and how it stops.
 
-SIGTERM or SIGINT -> new requests get 503, running ones go on -> none is left, or `drain_seconds` are over:
-what still runs is told so (an `error` event, or 503) -> the sockets close.  A second signal skips the wait.
+On SIGTERM or SIGINT new requests get 503 while running ones go on. When none is left, when `drain_seconds`
+are over, or on a second signal, what still runs is told so (an `error` event, or 503) and the sockets close.
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ class FakeMemory:
         self._enter("ingest")
         with self._lock:
             accepted = [self._accept(collection, document) for document in documents]
+            if all(entry.outcome == "unchanged" for entry in accepted):
+                return Accepted(job=None, documents=accepted)
             job = self._new_job(collection, len(documents))
         if wait:
             job = self.wait_job(job.id, wait)
@@ -198,7 +200,7 @@ class FakeMemory:
             metadata=sent.metadata,
             status="ready",
             content_hash=digest,
-            characters=len(text),
+            bytes=len(text.encode()),
             chunks=1,
             tokens=len(text.split()),
             created_at=_NOW,

@@ -160,12 +160,15 @@ async def _ingest(
     seconds: float,
 ) -> Response[Accepted]:
     accepted = await calls.run(lambda memory: memory.ingest(collection, documents))
-    if seconds > 0 and not is_finished(accepted.job):
-        job = await wait_for_job(calls, accepted.job, seconds)
-        accepted = await calls.run(lambda memory: _refreshed(memory, collection, accepted, job))
-    done = is_finished(accepted.job) or all(entry.outcome == "unchanged" for entry in accepted.documents)
-    headers = {"Location": f"/v1/jobs/{accepted.job.id}"}
-    return Response(accepted, status_code=200 if done else 202, headers=headers)
+    job = accepted.job
+    if job is None:
+        return Response(accepted, status_code=200)
+    if seconds > 0 and not is_finished(job):
+        waited = await wait_for_job(calls, job, seconds)
+        accepted = await calls.run(lambda memory: _refreshed(memory, collection, accepted, waited))
+        job = waited
+    status = 200 if is_finished(job) else 202
+    return Response(accepted, status_code=status, headers={"Location": f"/v1/jobs/{job.id}"})
 
 
 def _refreshed(memory: Memory, collection: str, accepted: Accepted, job: Job) -> Accepted:

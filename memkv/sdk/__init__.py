@@ -1,0 +1,8 @@
+"""Clients: `MemKV` and `AsyncMemKV` of a server, `MemKV.local` of a memory in this process."""
+
+from memkv.sdk.async_client import AsyncMemKV
+from memkv.sdk.client import MemKV
+from memkv.sdk.pages import AsyncItems, Items
+from memkv.sdk.streaming import AnswerStream, AsyncAnswerStream
+
+__all__ = ["AnswerStream", "AsyncAnswerStream", "AsyncItems", "AsyncMemKV", "Items", "MemKV"]

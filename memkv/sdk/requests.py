@@ -1,0 +1,501 @@
+"""Every request of the SDK, without IO: what it says over HTTP, and which method of a `Memory` it stands for.
+
+A client sends a `Call` through its transport: an HTTP client, blocking or not, or a memory in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mimetypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from memkv.errors import BadRequestError
+from memkv.wire import (
+    Accepted,
+    Collection,
+    CollectionCreate,
+    CollectionPut,
+    Document,
+    DocumentCreate,
+    DocumentStatus,
+    DocumentUpload,
+    Filter,
+    Generation,
+    Info,
+    Job,
+    JobStatus,
+    Metadata,
+    Page,
+    PageRequest,
+    Prefill,
+    QueryRequest,
+    QueryResponse,
+    Readiness,
+    Request,
+    Reuse,
+    SearchRequest,
+    SearchResponse,
+    StoreStats,
+)
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
+
+T = TypeVar("T")
+Order = Literal["asc", "desc"]
+File = bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]  # a pair begins with the file's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[T]):
+    """One request.
+
+    Attributes:
+        reply: the type of the answer's body; None where there is no body.
+        local: the same request to a memory in this process.
+        repeatable: sending it twice does what sending it once does, so that it may be retried.
+        statuses: besides 2xx, those whose body is a reply and not a problem.
+    """
+
+    method: str
+    path: str
+    reply: type[T] | None
+    local: Callable[[Memory], T]
+    params: Mapping[str, str] = field(default_factory=dict)
+    body: Request | None = None
+    upload: DocumentUpload | None = None
+    repeatable: bool = True
+    statuses: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """A list that is read page by page."""
+
+    page: PageRequest
+    call_for: Callable[[PageRequest], Call[Page[T]]]
+
+    @property
+    def call(self) -> Call[Page[T]]:
+        return self.call_for(self.page)
+
+    def after(self, read: Page[T]) -> Listing[T]:
+        """The listing that goes on where `read` ends."""
+        backwards = bool(self.page.before)
+        cursor = {"before": read.first_id} if backwards else {"after": read.last_id}
+        page = PageRequest(limit=self.page.limit, order=self.page.order, **cursor)
+        return Listing(page, self.call_for)
+
+
+# Service
+
+
+def info() -> Call[Info]:
+    """What the server runs: version, model, embedder, limits."""
+    return Call(method="GET", path="/v1/info", reply=Info, local=lambda memory: memory.info())
+
+
+def ready() -> Call[Readiness]:
+    """Whether the server can answer, and what stands in the way."""
+    return Call(
+        method="GET", path="/readyz", reply=Readiness, local=lambda memory: memory.ready(), statuses=(503,)
+    )
+
+
+def store_stats() -> Call[StoreStats]:
+    """Bytes, files and blocks of the store."""
+    return Call(
+        method="GET", path="/v1/store/stats", reply=StoreStats, local=lambda memory: memory.store_stats()
+    )
+
+
+# Collections
+
+
+def create_collection(
+    name: str,
+    *,
+    description: str = "",
+    metadata: Metadata | None = None,
+    chunk_tokens: int | None = None,
+    block_size: Literal[8, 16, 32] | None = None,
+    prefill: Prefill | None = None,
+    system_prompt: str | None = None,
+) -> Call[Collection]:
+    """Creates a collection. Raises `CollectionExists`."""
+    wanted = CollectionCreate(
+        name=name,
+        description=description,
+        metadata=metadata or {},
+        chunk_tokens=chunk_tokens,
+        block_size=block_size,
+        prefill=prefill,
+        system_prompt=system_prompt,
+    )
+    return Call(
+        method="POST",
+        path="/v1/collections",
+        reply=Collection,
+        body=wanted,
+        local=lambda memory: memory.create_collection(wanted),
+        repeatable=False,
+    )
+
+
+def get_or_create_collection(
+    name: str,
+    *,
+    description: str = "",
+    metadata: Metadata | None = None,
+    chunk_tokens: int | None = None,
+    block_size: Literal[8, 16, 32] | None = None,
+    prefill: Prefill | None = None,
+    system_prompt: str | None = None,
+) -> Call[Collection]:
+    """The collection of this name, made if need be. Raises `ConflictError` if it has other settings."""
+    wanted = CollectionCreate(
+        name=name,
+        description=description,
+        metadata=metadata or {},
+        chunk_tokens=chunk_tokens,
+        block_size=block_size,
+        prefill=prefill,
+        system_prompt=system_prompt,
+    )
+    return Call(
+        method="PUT",
+        path=_collection_path(name),
+        reply=Collection,
+        body=CollectionPut(**msgspec.structs.asdict(wanted)),
+        local=lambda memory: memory.create_collection(wanted, exist_ok=True),
+    )
+
+
+def list_collections(
+    *, limit: int = 20, order: Order = "asc", after: str = "", before: str = ""
+) -> Listing[Collection]:
+    """All collections; iterating reads one page after another."""
+
+    def call_for(page: PageRequest) -> Call[Page[Collection]]:
+        return Call(
+            method="GET",
+            path="/v1/collections",
+            params=_page_params(page),
+            reply=Page[Collection],
+            local=lambda memory: memory.list_collections(page),
+        )
+
+    return Listing(PageRequest(limit=limit, order=order, after=after, before=before), call_for)
+
+
+def get_collection(name: str) -> Call[Collection]:
+    """One collection with its counts. Raises `CollectionNotFound`."""
+    path = _collection_path(name)
+    return Call(method="GET", path=path, reply=Collection, local=lambda memory: memory.get_collection(name))
+
+
+def delete_collection(name: str) -> Call[None]:
+    """Deletes a collection with its documents. Raises `CollectionNotFound`."""
+    path = _collection_path(name)
+    return Call(
+        method="DELETE",
+        path=path,
+        reply=None,
+        local=lambda memory: memory.delete_collection(name),
+        repeatable=False,
+    )
+
+
+# Documents
+
+
+def read_document(
+    *,
+    text: str | None = None,
+    file: File | None = None,
+    path: str | Path | None = None,
+    external_id: str | None = None,
+    metadata: Metadata | None = None,
+    title: str = "",
+) -> DocumentCreate | DocumentUpload:
+    """One document from a text, an open file or a path.
+
+    Raises:
+        BadRequestError: not exactly one of the three is given, or the file cannot be read.
+    """
+    if (text is not None) + (file is not None) + (path is not None) != 1:
+        raise BadRequestError("give exactly one of text, file and path")
+    if text is not None:
+        return DocumentCreate(text=text, title=title, external_id=external_id, metadata=metadata or {})
+    name, data = _read_file(file) if file is not None else _read_path(Path(path or ""))
+    return DocumentUpload(
+        data=data,
+        filename=name,
+        media_type=_media_type(name),
+        title=title,
+        external_id=external_id,
+        metadata=metadata or {},
+    )
+
+
+def ingest_document(
+    collection: str, document: DocumentCreate | DocumentUpload, *, keyed: bool = False, wait: float = 0.0
+) -> Call[Accepted]:
+    """Ingests one document; `keyed` replaces the one of the same external id."""
+    path = f"{_collection_path(collection)}/documents"
+    if keyed:
+        path = document_path(collection, document.external_id or "")
+    return Call(
+        method="PUT" if keyed else "POST",
+        path=path,
+        params=_wait_params(wait),
+        reply=Accepted,
+        body=document if isinstance(document, DocumentCreate) else None,
+        upload=document if isinstance(document, DocumentUpload) else None,
+        local=lambda memory: memory.ingest(collection, [document], wait=wait),
+        repeatable=document.external_id is not None,
+    )
+
+
+def list_documents(
+    collection: str,
+    *,
+    status: DocumentStatus | None = None,
+    filter: Filter | None = None,
+    limit: int = 20,
+    order: Order = "asc",
+    after: str = "",
+    before: str = "",
+) -> Listing[Document]:
+    """A collection's documents; iterating reads one page after another."""
+
+    def call_for(page: PageRequest) -> Call[Page[Document]]:
+        more = {"status": status or "", "filter": "" if filter is None else _json(filter)}
+        return Call(
+            method="GET",
+            path=f"{_collection_path(collection)}/documents",
+            params=_page_params(page, **more),
+            reply=Page[Document],
+            local=lambda memory: memory.list_documents(collection, page, status=status or "", filter=filter),
+        )
+
+    return Listing(PageRequest(limit=limit, order=order, after=after, before=before), call_for)
+
+
+def get_document(collection: str, document: str) -> Call[Document]:
+    """One document by its id or external id. Raises `DocumentNotFound`."""
+    return Call(
+        method="GET",
+        path=document_path(collection, document),
+        reply=Document,
+        local=lambda memory: memory.get_document(collection, document),
+    )
+
+
+def delete_document(collection: str, document: str) -> Call[None]:
+    """Forgets a document, by its id or external id. Raises `DocumentNotFound`."""
+    return Call(
+        method="DELETE",
+        path=document_path(collection, document),
+        reply=None,
+        local=lambda memory: memory.forget(collection, document),
+        repeatable=False,
+    )
+
+
+# Jobs
+
+
+def list_jobs(
+    *,
+    status: JobStatus | None = None,
+    collection: str = "",
+    limit: int = 20,
+    order: Order = "asc",
+    after: str = "",
+    before: str = "",
+) -> Listing[Job]:
+    """Jobs; iterating reads one page after another."""
+
+    def call_for(page: PageRequest) -> Call[Page[Job]]:
+        return Call(
+            method="GET",
+            path="/v1/jobs",
+            params=_page_params(page, status=status or "", collection=collection),
+            reply=Page[Job],
+            local=lambda memory: memory.list_jobs(page, status=status or "", collection=collection),
+        )
+
+    return Listing(PageRequest(limit=limit, order=order, after=after, before=before), call_for)
+
+
+def get_job(job_id: str, *, wait: float = 0.0) -> Call[Job]:
+    """One job; with `wait`, as soon as it is finished or after so many seconds. Raises `JobNotFound`."""
+    return Call(
+        method="GET",
+        path=f"/v1/jobs/{_segment(job_id)}",
+        params=_wait_params(wait),
+        reply=Job,
+        local=lambda memory: memory.wait_job(job_id, wait),
+    )
+
+
+# Search and query
+
+
+def search(
+    query: str,
+    *,
+    collection: str,
+    top_k: int | None = None,
+    filter: Filter | None = None,
+    min_score: float | None = None,
+) -> Call[SearchResponse]:
+    """The chunks nearest to a text."""
+    wanted = SearchRequest(
+        query=query, collection=collection, top_k=top_k, filter=filter, min_score=min_score
+    )
+    return Call(
+        method="POST",
+        path="/v1/search",
+        reply=SearchResponse,
+        body=wanted,
+        local=lambda memory: memory.search(wanted),
+    )
+
+
+def query(
+    query: str,
+    *,
+    collection: str,
+    top_k: int | None = None,
+    filter: Filter | None = None,
+    min_score: float | None = None,
+    policy: str | None = None,
+    reuse: Reuse = "auto",
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    sample_top_k: int = 0,
+    seed: int | None = None,
+    stop: list[str] | None = None,
+) -> Call[QueryResponse]:
+    """Answers a question from a collection, with citations.
+
+    Args:
+        query: the question.
+        collection: where to look.
+        top_k: chunks to retrieve; the server's default if None.
+        filter: on metadata; `{"lang": "en"}` or the tree of the API.
+        min_score: chunks below it are left out.
+        policy: auto, exact, map, head or head:N.
+        reuse: `strict` refuses to compute what should have been stored; `off` maps nothing.
+        max_tokens, temperature, top_p, sample_top_k, seed, stop: of the generation; `sample_top_k` is the
+            number of likeliest tokens to draw from, 0 for all.
+    """
+    wanted = QueryRequest(
+        query=query,
+        collection=collection,
+        top_k=top_k,
+        filter=filter,
+        min_score=min_score,
+        policy=policy,
+        reuse=reuse,
+        generation=Generation(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=sample_top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop or [],
+        ),
+    )
+    return Call(
+        method="POST",
+        path="/v1/query",
+        reply=QueryResponse,
+        body=wanted,
+        local=lambda memory: memory.query(wanted),
+    )
+
+
+def document_path(collection: str, document: str) -> str:
+    """Raises `BadRequestError` for a document that no path can name."""
+    if not document:
+        raise BadRequestError("the document's id is empty")
+    return f"{_collection_path(collection)}/documents/{_segment(document)}"
+
+
+def _collection_path(name: str) -> str:
+    if not name:
+        raise BadRequestError("the collection's name is empty")
+    return f"/v1/collections/{_segment(name)}"
+
+
+def _segment(text: str) -> str:
+    """One segment of a path, whatever the text: `.` and `..` would otherwise lead to another path."""
+    try:
+        quoted = quote(text, safe="")
+    except UnicodeEncodeError as error:
+        raise BadRequestError("an id holds a lone surrogate") from error
+    return quoted.replace(".", "%2E") if not text.strip(".") else quoted
+
+
+def _page_params(page: PageRequest, **more: str) -> dict[str, str]:
+    params = {
+        "limit": str(page.limit),
+        "order": page.order,
+        "after": page.after,
+        "before": page.before,
+        **more,
+    }
+    return {name: value for name, value in params.items() if value}
+
+
+def _wait_params(wait: float) -> dict[str, str]:
+    return {"wait": f"{wait:g}"} if wait > 0 else {}
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode("utf-8")
+    except (TypeError, msgspec.MsgspecError, RecursionError) as error:
+        raise BadRequestError("the filter is no JSON object") from error
+
+
+def _read_file(file: File) -> tuple[str, bytes]:
+    name, content = file if isinstance(file, tuple) else (getattr(file, "name", ""), file)
+    data = content if isinstance(content, bytes) else content.read()
+    if not isinstance(data, bytes):
+        raise BadRequestError("the file is open as text", hint='open it with "rb"')
+    if not isinstance(name, str) or not Path(name).name:
+        # A name is a document's key where no external id is given: two nameless files are not the same.
+        name = f"{hashlib.sha256(data).hexdigest()[:32]}.txt"
+    return Path(name).name, data
+
+
+def _read_path(path: Path) -> tuple[str, bytes]:
+    try:
+        return path.name, path.read_bytes()
+    except OSError as error:
+        raise BadRequestError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _media_type(name: str) -> str:
+    if name.lower().endswith((".md", ".markdown")):
+        return "text/markdown"
+    return mimetypes.guess_type(name)[0] or "application/octet-stream"
+
+
+def seconds_of(wait: bool | float) -> float:
+    """`wait=True` is for ever, False not at all."""
+    if wait is True:
+        return math.inf
+    return float(wait)
