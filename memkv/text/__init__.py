@@ -1,0 +1,1 @@
+"""From bytes to chunks: reading, tokenising, prompting, chunking, embedding, citing."""

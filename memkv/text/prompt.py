@@ -1,0 +1,121 @@
+"""The pieces of a prompt: prefix, chunks, tail. Each is tokenised apart, so that each can be reused apart.
+
+    prefix   template head, system prompt, beginning of the user's turn      the same for a whole collection
+    chunk    label, text, an empty line                                      the same wherever it is mapped
+    tail     question, end of the turn, beginning of the answer              always fresh
+
+Only the template's own text may hold control tokens; system prompt, chunks and question are plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+SYSTEM_PROMPT = (
+    "You answer questions from the documents that you are given. "
+    "Use only what the documents say, and answer in a few complete sentences. "
+    "If they do not contain the answer, say that you do not know."
+)
+INSTRUCTION = "Read these documents. A question about them follows.\n\n"
+CHUNK_END = "\n\n"
+MAX_TITLE = 80  # characters of a title that a label keeps
+
+
+class PromptTokenizer(Protocol):
+    """What is used of `TextTokenizer`."""
+
+    @property
+    def start_ids(self) -> list[int]: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_template(self, text: str) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A chat template, rendered once and cut around the place where chunks and question go.
+
+    Attributes:
+        prefix_ids: everything in front of the first chunk.
+        form: "chat", "chat without system role" (its text stands in the user's turn) or "plain".
+    """
+
+    prefix_ids: tuple[int, ...]
+    form: str
+    tokenizer: PromptTokenizer
+    answer_start: str  # template text between question and answer
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: PromptTokenizer, system_prompt: str = SYSTEM_PROMPT) -> PromptTemplate:
+        """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt."""
+        system_prompt = system_prompt.strip()
+        for form, messages in _conversations(system_prompt):
+            rendered = tokenizer.render_chat(messages) if tokenizer.has_chat_template else None
+            cut = _cut(rendered, messages) if rendered else None
+            if cut:
+                return cls._from_cut(tokenizer, system_prompt, form, cut)
+        start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, INSTRUCTION))]
+        return cls(tuple(start), "plain", tokenizer, "\nAnswer:")
+
+    @classmethod
+    def _from_cut(
+        cls, tokenizer: PromptTokenizer, system_prompt: str, form: str, cut: list[str]
+    ) -> PromptTemplate:
+        *heads, tail = cut
+        texts = [system_prompt, INSTRUCTION] if len(heads) == 2 else [_joined(system_prompt, INSTRUCTION)]
+        ids: list[int] = []
+        for head, text in zip(heads, texts, strict=True):
+            ids += tokenizer.encode_template(head) + tokenizer.encode(text)
+        return cls(tuple(ids), form, tokenizer, tail)
+
+    def label_text(self, title: str) -> str:
+        """What stands in front of each chunk of a document."""
+        return chunk_label(title)
+
+    def tail_ids(self, question: str) -> list[int]:
+        """Everything behind the last chunk, up to where the answer begins."""
+        asked = self.tokenizer.encode(f"Question: {question.strip()}")
+        if self.form == "plain":
+            return asked + self.tokenizer.encode(self.answer_start)
+        return asked + self.tokenizer.encode_template(self.answer_start)
+
+
+def chunk_label(title: str) -> str:
+    """One line that names a chunk's document: `Document: <title>`, or `Document:` where it has none."""
+    title = " ".join("".join(char if char.isprintable() else " " for char in title).split())
+    if len(title) > MAX_TITLE:
+        title = title[: MAX_TITLE - 1].rstrip() + "…"
+    return f"Document: {title}\n" if title else "Document:\n"
+
+
+# Words that no template trims, translates or looks for.
+_SYSTEM_MARK, _USER_MARK = "MEMKVSYSTEMMARK", "MEMKVUSERMARK"
+
+
+def _conversations(system_prompt: str) -> list[tuple[str, list[dict[str, str]]]]:
+    user = {"role": "user", "content": _USER_MARK}
+    folded = ("chat without system role" if system_prompt else "chat", [user])
+    if not system_prompt:
+        return [folded]
+    return [("chat", [{"role": "system", "content": _SYSTEM_MARK}, user]), folded]
+
+
+def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:
+    """The template's text before, between and behind the marks; None unless each occurs once, in order."""
+    marks = [message["content"] for message in messages]
+    parts = re.split("|".join(marks), rendered)
+    found = re.findall("|".join(marks), rendered)
+    return parts if found == marks else None
+
+
+def _joined(system_prompt: str, instruction: str) -> str:
+    return f"{system_prompt}\n\n{instruction}" if system_prompt else instruction
