@@ -34,6 +34,7 @@ class AsyncDocuments(AsyncResource):
 
     create = async_follows(plans.create_document)
     upsert = async_follows(plans.upsert_document)
+    upload = async_sends(requests.upload_documents)
     list = async_lists(requests.list_documents)
     retrieve = async_sends(requests.get_document)
     delete = async_sends(requests.delete_document)

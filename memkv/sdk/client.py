@@ -38,6 +38,7 @@ class Documents(Resource):
 
     create = follows(plans.create_document)
     upsert = follows(plans.upsert_document)
+    upload = sends(requests.upload_documents)
     list = lists(requests.list_documents)
     retrieve = sends(requests.get_document)
     delete = sends(requests.delete_document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +84,8 @@ def request_arguments(call: Call[Any], *, stream: bool = False) -> dict[str, Any
     if call.body is not None:
         arguments["content"] = _encode(call.body)
         arguments["headers"]["Content-Type"] = "application/json"
-    if call.upload is not None:
-        arguments["files"], arguments["data"] = _form(call.upload)
+    if call.uploads:
+        arguments["files"], arguments["data"] = _form(call.uploads)
     return arguments
 
 
@@ -114,12 +115,19 @@ def _encode(body: msgspec.Struct) -> bytes:
         raise BadRequestError(f"the request cannot be written as JSON: {error}") from error
 
 
-def _form(upload: DocumentUpload) -> tuple[dict[str, Any], dict[str, str]]:
-    files = {"file": (upload.filename, upload.data, upload.media_type or "application/octet-stream")}
-    fields = {"title": upload.title, "external_id": upload.external_id or ""}
-    if upload.metadata:
-        fields["metadata"] = msgspec.json.encode(upload.metadata).decode("utf-8")
-    return files, {name: value for name, value in fields.items() if value}
+def _form(uploads: Sequence[DocumentUpload]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
+    """The files, and for each field one value per file, in the same order."""
+    files = [
+        ("file", (upload.filename, upload.data, upload.media_type or "application/octet-stream"))
+        for upload in uploads
+    ]
+    fields = {
+        "title": [upload.title for upload in uploads],
+        "external_id": [upload.external_id or "" for upload in uploads],
+    }
+    if any(upload.metadata for upload in uploads):
+        fields["metadata"] = [msgspec.json.encode(upload.metadata).decode("utf-8") for upload in uploads]
+    return files, {name: values for name, values in fields.items() if any(values)}
 
 
 def _timeout_of(text: str) -> float:

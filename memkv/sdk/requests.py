@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mimetypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -70,7 +70,7 @@ class Call(Generic[T]):
     local: Callable[[Memory], T]
     params: Mapping[str, str] = field(default_factory=dict)
     body: Request | None = None
-    upload: DocumentUpload | None = None
+    uploads: Sequence[DocumentUpload] = ()
     repeatable: bool = True
     statuses: tuple[int, ...] = ()
 
@@ -258,9 +258,27 @@ def ingest_document(
         params=_wait_params(wait),
         reply=Accepted,
         body=document if isinstance(document, DocumentCreate) else None,
-        upload=document if isinstance(document, DocumentUpload) else None,
+        uploads=[document] if isinstance(document, DocumentUpload) else [],
         local=lambda memory: memory.ingest(collection, [document], wait=wait),
         repeatable=document.external_id is not None,
+    )
+
+
+def upload_documents(
+    collection: str, uploads: Sequence[DocumentUpload], *, wait: float = 0.0
+) -> Call[Accepted]:
+    """Ingests several files as one job, which prefills their chunks together.
+
+    One file that is refused refuses them all: nothing of them is kept. `wait` is for so many seconds.
+    """
+    return Call(
+        method="POST",
+        path=f"{_collection_path(collection)}/documents",
+        params=_wait_params(wait),
+        reply=Accepted,
+        uploads=uploads,
+        local=lambda memory: memory.ingest(collection, uploads, wait=wait),
+        repeatable=all(upload.external_id is not None for upload in uploads),
     )
 
 
