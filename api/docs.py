@@ -11,6 +11,7 @@ from litestar import Controller, Litestar, Response, get
 from litestar.di import Provide
 from litestar.exceptions import NotFoundException
 from litestar.openapi import OpenAPIConfig
+from litestar.params import FromPath
 from memkv.api.controllers import CONTROLLERS
 from memkv.api.operations import SCHEMA_REF
 
@@ -44,7 +45,7 @@ class DocsController(Controller):
         return Response(html, media_type="text/html", headers=_PAGE_HEADERS)
 
     @get("/docs/assets/{name:str}")
-    async def asset(self, name: str) -> Response[bytes]:
+    async def asset(self, name: FromPath[str]) -> Response[bytes]:
         if name not in _ASSETS:
             raise NotFoundException
         path, media_type = _ASSETS[name]

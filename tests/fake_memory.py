@@ -81,7 +81,14 @@ class FakeMemory:
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: empty, quick and without faults."""
         self.gate.set()
+        self.faults.clear()
+        self.calls.clear()
+        self.token_seconds, self.tokens, self.job_seconds, self.is_ready = 0.0, 5, 0.0, True
         self._ids = itertools.count(1)
         self._collections: dict[str, Collection] = {}
         self._documents: dict[str, dict[str, tuple[Document, str]]] = {}
