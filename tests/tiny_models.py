@@ -148,6 +148,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", {}),
     "arcee": ("arcee", {}),
     "hunyuan": ("hunyuan_v1_dense", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, **_NO_HEAD_DIM}),
+    "nanochat": ("nanochat", _NO_HEAD_DIM),  # rotates the other way round
+    "apertus": ("apertus", _NO_HEAD_DIM),
     "gpt-neox": ("gpt_neox", {"num_key_value_heads": None, **_NO_HEAD_DIM}),
 }
 

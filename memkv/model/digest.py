@@ -1,6 +1,6 @@
 """Digests of a model's weights and of its tokenizer: what makes stored KV valid or not.
 
-The weights' bytes are hashed with xxh3-128 (25 GB/s a core: the disk decides), file by file in parallel, and
+The weights' bytes are hashed with xxh3-128 (faster than any disk), file by file in parallel, and
 each file's hash is kept by (device, inode, size, mtime, ctime), so that a start reads no weights twice. What
 the config says about the computation is hashed with them.
 """
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from memkv.errors import ModelDamaged
 
-_PIECE = 1 << 24
+_PIECE = 1 << 20  # stays in a core's cache between the read and the hash
 _MOST_KEPT = 4096
 # A file changed this lately could change again within the resolution of its timestamps.
 _SETTLED_NS = 2_000_000_000

@@ -145,7 +145,7 @@ class TestObservation:
         config = BertConfig(
             vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
         )
-        with pytest.raises(UnsupportedModel):
+        with pytest.raises(UnsupportedModel, match="values depend on absolute position"):
             observe(BertLMHeadModel(config).eval(), 256)
 
     def test_layers_run_twice_or_sharing_a_cache_slot(self) -> None:
@@ -195,6 +195,10 @@ class TestEffectiveSpec:
     def test_pairing(self, family: str, interleaved: bool) -> None:
         ropes = {layer.rope for layer in verify_effective(tiny_model(family)).layers}
         assert {rope.interleaved for rope in ropes if rope} == {interleaved}
+
+    def test_a_rotation_the_other_way_round(self) -> None:
+        rope = verify_effective(tiny_model("nanochat")).layers[0].rope
+        assert rope is not None and rope.inv_freq[0] == -1.0
 
     def test_partial_rotation(self) -> None:
         rope = verify_effective(tiny_model("phi3-partial")).layers[0].rope
