@@ -1,0 +1,91 @@
+"""`memkv jobs list|show|watch`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import rich_click as click
+
+from memkv.cli.output import Output, bytes_text, output_options
+from memkv.cli.paging import PageOptions, page_options
+from memkv.cli.progress import bar
+from memkv.cli.target import Target, target_options
+
+if TYPE_CHECKING:
+    from memkv.wire import Job, JobStatus
+
+_STATES = ("queued", "running", "succeeded", "partial", "failed", "cancelled")
+_EXIT = {"succeeded": 0, "partial": 3, "failed": 1, "cancelled": 1}
+
+
+@click.group()
+def jobs() -> None:
+    """The work behind ingest."""
+
+
+@jobs.command("list")
+@click.option("--status", type=click.Choice(_STATES), help="Only jobs in this state.")
+@click.option("-c", "--collection", default="", metavar="NAME", help="Only jobs of this collection.")
+@page_options
+@target_options
+@output_options
+def list_command(
+    status: JobStatus | None, collection: str, page: PageOptions, target: Target, out: Output
+) -> None:
+    """The jobs."""
+    with target.open(out) as client:
+        found = client.jobs.list(
+            status=status, collection=collection, limit=page.limit, after=page.after, order=page.order
+        ).page
+    out.rows(
+        found,
+        ("id", "kind", "collection", "status", "documents", "chunks", "created"),
+        [
+            (j.id, j.kind, j.collection, j.status, j.counts.documents, j.counts.chunks, j.created_at)
+            for j in found.data
+        ],
+    )
+
+
+@jobs.command()
+@click.argument("job_id", metavar="JOB")
+@target_options
+@output_options
+def show(job_id: str, target: Target, out: Output) -> None:
+    """One job: how far it is, what it made, what went wrong."""
+    with target.open(out) as client:
+        _show(client.jobs.retrieve(job_id), out)
+
+
+@jobs.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up after this long.")
+@target_options
+@output_options
+@click.pass_context
+def watch(ctx: click.Context, job_id: str, timeout: float | None, target: Target, out: Output) -> None:
+    """Follow a job to its end; the exit code says how it ended."""
+    with target.open(out) as client, bar(out, "waiting") as progress:
+        job = client.jobs.wait(job_id, timeout=timeout, on_progress=progress.job)
+    _show(job, out)
+    ctx.exit(_EXIT.get(job.status, 1))
+
+
+def _show(job: Job, out: Output) -> None:
+    counts = job.counts
+    pairs: list[tuple[str, object]] = [
+        ("id", job.id),
+        ("kind", job.kind),
+        ("collection", job.collection),
+        ("status", job.status),
+        ("progress", f"{job.progress.done} of {job.progress.total} {job.progress.unit}"),
+        ("documents", counts.documents),
+        ("chunks", f"{counts.chunks}: {counts.chunks_prefilled} prefilled, {counts.chunks_reused} reused"),
+        ("tokens prefilled", counts.tokens_prefilled),
+        ("kv written", bytes_text(counts.kv_bytes_written)),
+        ("attempts", job.attempts),
+        ("created", job.created_at),
+        ("finished", job.finished_at or "not yet"),
+    ]
+    pairs += [("error", problem.detail) for problem in job.errors]
+    out.fields(job, pairs)

@@ -1,0 +1,72 @@
+"""What each configuration key means, and the configuration file that `memkv init` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+MEANING = {
+    "server.host": "address to listen on",
+    "server.port": "port to listen on",
+    "server.insecure": "allow an address other than loopback although nothing checks who asks",
+    "server.max_body_bytes": "largest request body",
+    "server.drain_seconds": "how long SIGTERM waits for running requests",
+    "server.threads": "requests that may wait for the store or the engine at the same time",
+    "server.queue_seconds": "how long a request may wait for one of these threads before it gets 503",
+    "store.data_dir": "block files, vector indexes and, unless told otherwise, the database",
+    "store.database_url": "PostgreSQL or SQLite; empty: SQLite in the data directory",
+    "store.busy_seconds": "how long a locked database is waited for",
+    "model.model": "language model: a directory, an installed name or a hub name",
+    "model.embedder": "embedder: a directory, an installed name or a hub name",
+    "model.models_dir": "where installed models lie; empty: ~/.cache/memkv/models",
+    "model.device": "auto, cpu, cuda or cuda:N",
+    "model.dtype": "of weights and compute; auto: float32 on a CPU, bfloat16 on a GPU",
+    "kv.dtype": "of stored keys and values: bfloat16, float16 or float32",
+    "kv.block_size": "tokens in a block: 8, 16 or 32",
+    "engine.pool_bytes": "memory for blocks",
+    "engine.max_batch_tokens": "fresh tokens in one step",
+    "engine.max_running": "sequences that generate at the same time",
+    "engine.queue_seconds": "how long a request may wait for blocks",
+    "engine.threads": "CPU threads; 0: measured at start",
+    "ingest.chunk_tokens": "largest chunk",
+    "ingest.prefill": "when chunks are prefilled: eager or on_first_use",
+    "ingest.batch_chunks": "chunks prefilled and published together",
+    "ingest.max_document_bytes": "largest document",
+    "query.policy": "which mapped blocks are computed afresh: auto, exact, map, head or head:N",
+    "query.top_k": "chunks retrieved for a question",
+    "query.min_score": "least similarity of a retrieved chunk",
+    "query.max_tokens": "longest answer",
+    "log.level": "debug, info, warning or error",
+    "log.format": "auto, console or json",
+}
+
+
+def variable_of(key: str) -> str:
+    """The environment variable that sets `section.key`: the short name where there is one."""
+    from memkv.config import SHORT_NAMES
+
+    short = {known: name for name, known in SHORT_NAMES.items()}
+    return short.get(key, "MEMKV_" + key.upper().replace(".", "__"))
+
+
+def file_text(chosen: Mapping[str, object]) -> str:
+    """A `memkv.toml` with every key: the chosen ones set, the others commented out at their defaults."""
+    from memkv.config import Config
+
+    lines = [
+        "# memkv's configuration. A flag wins over a MEMKV_* variable, a variable over this file.",
+        "# Every key is listed; those behind a # stand at their default.",
+    ]
+    section = ""
+    for key, default, _ in Config().items():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            lines += ["", f"[{section}]"]
+        setting = f"{key.partition('.')[2]} = {_toml(chosen.get(key, default))}"
+        lines.append(f"{'' if key in chosen else '# '}{setting}  # {MEANING[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    """A bool, number or string as TOML, whose scalars of these kinds are JSON's."""
+    return json.dumps(value)

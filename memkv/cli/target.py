@@ -1,0 +1,110 @@
+"""Where a command works: on a server through the SDK, or embedded on this machine's data directory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from memkv.cli.output import Output
+from memkv.cli.progress import steps
+
+if TYPE_CHECKING:
+    from memkv.config import Config
+    from memkv.sdk.client import MemKV
+
+_EMBEDDED_ONLY = ("--data-dir", "--model", "--embedder", "--config")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Attributes:
+    url: of a server; empty: embedded.
+    flags: `section.key` -> value given on the command line.
+    file: the configuration file to read, where one was named.
+    """
+
+    url: str
+    flags: Mapping[str, object]
+    file: Path | None
+
+    def config(self, **more: object) -> Config:
+        """The configuration under this command's flags; `more` are further flags, with `__` for the point."""
+        from memkv.config import load_config
+
+        extra = {key.replace("__", "."): value for key, value in more.items()}
+        return load_config({**self.flags, **extra}, file=self.file)
+
+    @contextmanager
+    def open(self, out: Output) -> Iterator[MemKV]:
+        """The client: of the server, or of a Memory in this process, which is closed at the end."""
+        from memkv.sdk.client import MemKV
+
+        if self.url:
+            with MemKV(self.url) as client:
+                yield client
+            return
+        config = self.config()
+        with steps(out) as tell:
+            client = MemKV.local(config=config, on_progress=tell)
+        with client:
+            yield client
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command `--url` and the options of the embedded mode; they arrive as its `target` argument."""
+
+    @click.option(
+        "--url", metavar="URL", help="Server to talk to; by default MEMKV_URL. Without one: embedded."
+    )
+    @embedded_options
+    @functools.wraps(command)
+    def with_target(*args: Any, url: str | None, target: Target, **options: Any) -> object:
+        given = [name for name, key in zip(_EMBEDDED_ONLY, _keys(target), strict=True) if key is not None]
+        if url and given:
+            raise click.UsageError(
+                f"{given[0]} belongs to the embedded mode, --url to a server: give one of them"
+            )
+        if url is None and not given:
+            url = os.environ.get("MEMKV_URL", "")
+        return command(*args, target=Target(url or "", target.flags, target.file), **options)
+
+    return with_target
+
+
+def embedded_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a command that never talks to a server."""
+
+    @click.option("--data-dir", metavar="DIR", help="Data directory.  [default: memkv-data]")
+    @click.option("--model", metavar="NAME", help="Language model: a directory, an installed or a hub name.")
+    @click.option("--embedder", metavar="NAME", help="Embedder: a directory, an installed or a hub name.")
+    @click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Configuration file.  [default: memkv.toml]",
+    )
+    @functools.wraps(command)
+    def with_target(
+        *args: Any,
+        data_dir: str | None,
+        model: str | None,
+        embedder: str | None,
+        file: Path | None,
+        **options: Any,
+    ) -> object:
+        flags = {"store.data_dir": data_dir, "model.model": model, "model.embedder": embedder}
+        return command(*args, target=Target("", flags, file), **options)
+
+    return with_target
+
+
+def _keys(target: Target) -> tuple[object, ...]:
+    """The values of `_EMBEDDED_ONLY`, in its order."""
+    return (*target.flags.values(), target.file)
