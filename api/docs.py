@@ -66,7 +66,9 @@ def openapi_document(controllers: tuple[type[Controller], ...]) -> bytes:
         create_examples=False,
     )
     calls = Provide(lambda: None, sync_to_thread=False)  # named by the signatures, never used
-    described = Litestar(route_handlers=controllers, dependencies={"calls": calls}, openapi_config=config)
+    described = Litestar(
+        route_handlers=controllers, dependencies={"calls": calls}, openapi_config=config, logging_config=None
+    )
     document = described.openapi_schema.to_schema()
     kinds = [
         kind for kind in vars(wire).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)

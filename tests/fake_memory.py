@@ -81,19 +81,22 @@ class FakeMemory:
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reset()
+        self._lock = threading.RLock()
+        self._empty()
 
     def reset(self) -> None:
-        """As new: empty, quick and without faults."""
-        self.gate.set()
+        """Empty, quick and without faults."""
         self.faults.clear()
         self.calls.clear()
         self.token_seconds, self.tokens, self.job_seconds, self.is_ready = 0.0, 5, 0.0, True
+        self._empty()
+
+    def _empty(self) -> None:
+        self.gate.set()
         self._ids = itertools.count(1)
         self._collections: dict[str, Collection] = {}
         self._documents: dict[str, dict[str, tuple[Document, str]]] = {}
         self._jobs: dict[str, tuple[Job, float]] = {}
-        self._lock = threading.RLock()
 
     def info(self, *, tenant: str = "default") -> Info:
         self._enter("info")
