@@ -301,7 +301,7 @@ class FakeMemory:
             job = self.get_job(job_id)
             if on_progress is not None:
                 on_progress(job)
-            if job.status == "succeeded" or time.monotonic() >= deadline:
+            if job.status in ("succeeded", "failed") or time.monotonic() >= deadline:
                 return job
             time.sleep(0.01)
 
