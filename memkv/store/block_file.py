@@ -34,6 +34,7 @@ import xxhash
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 from memkv.store.durable_files import Damage, read_file
+from memkv.store.rows import KVFileRow
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096
@@ -41,7 +42,7 @@ ALIGNMENT = 4096
 _MAGIC = b"memkvKV\n"
 _FIXED = struct.Struct("<8sII32s32s32s16s4I3I4xQ")
 _SUM = struct.Struct("<Q")
-_NAME = re.compile(r"^([0-9a-f]{64})\.([0-9a-f]{32})\.kv$")
+_NAME = re.compile(r"^([0-9a-f]{64})\.([0-9a-f]{32})\.kv\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +110,21 @@ def read_block_file(path: Path, identity: BlockFileIdentity, expected_digest: st
     return damage or ChunkKV(identity.layout, identity.num_tokens, blocks)
 
 
-def check_block_file(
-    path: Path, input_key: str, fingerprint_digest: str, expected_digest: str
-) -> Damage | None:
-    """What a scrubber can say of a file without its tokens and layout; reads the whole file."""
-    data = read_file(path)
+def check_block_file(path: Path, row: KVFileRow) -> Damage | None:
+    """What a scrubber can say of a row's file without its tokens and layout; reads the whole file."""
+    data = read_file(path, size=row.num_bytes)
     if isinstance(data, Damage):
         return data
-    if file_digest([data]) != expected_digest:
+    if file_digest([data]) != row.file_digest:
         return Damage("digest", "its bytes are not those that were written")
     if len(data) < ALIGNMENT:
         return Damage("header", "shorter than a header")
     magic, version, _, fingerprint, key, *_ = _FIXED.unpack_from(data)
     if magic != _MAGIC or version != FORMAT_VERSION:
         return Damage("header", "not a block file of this format")
-    if key.hex() != input_key:
+    if key.hex() != row.input_key:
         return Damage("input_key", "it belongs to another chunk")
-    if fingerprint.hex() != fingerprint_digest:
+    if fingerprint.hex() != row.fingerprint_digest:
         return Damage("fingerprint", "it was made by another model")
     return None
 

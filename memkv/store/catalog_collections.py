@@ -27,7 +27,7 @@ from memkv.store.rows import (
 )
 from memkv.store.tables import Chunk, Collection, Document, KVFile
 
-_DIGEST = re.compile(r"^[0-9a-f]{64}$")
+_DIGEST = re.compile(r"^[0-9a-f]{64}\Z")
 _STAMP_BYTES = 16
 _COLUMNS = (
     Collection.id,
@@ -137,31 +137,23 @@ class CollectionStatements:
                 .where(Document.tenant == tenant, Document.collection_id == collection_id)
                 .group_by(Document.status)
             )
-            by_status = dict(connection.execute(statement).tuples().all())
-            chunks, tokens = (
-                connection.execute(
-                    select(
-                        func.coalesce(func.sum(Document.num_chunks), 0),
-                        func.coalesce(func.sum(Document.num_tokens), 0),
-                    ).where(Document.tenant == tenant, Document.collection_id == collection_id)
-                )
-                .one()
-                .tuple()
-            )
+            by_status = dict(connection.execute(statement).all())
+            chunks, tokens = connection.execute(
+                select(
+                    func.coalesce(func.sum(Document.num_chunks), 0),
+                    func.coalesce(func.sum(Document.num_tokens), 0),
+                ).where(Document.tenant == tenant, Document.collection_id == collection_id)
+            ).one()
             used = select(Chunk.input_key).where(Chunk.tenant == tenant, Chunk.collection_id == collection_id)
             prefix = select(Collection.prefix_key).where(
                 Collection.tenant == tenant, Collection.id == collection_id
             )
-            files, num_bytes = (
-                connection.execute(
-                    select(func.count(), func.coalesce(func.sum(KVFile.num_bytes), 0)).where(
-                        KVFile.tenant == tenant,
-                        or_(KVFile.input_key.in_(used), KVFile.input_key.in_(prefix)),
-                    )
+            files, num_bytes = connection.execute(
+                select(func.count(), func.coalesce(func.sum(KVFile.num_bytes), 0)).where(
+                    KVFile.tenant == tenant,
+                    or_(KVFile.input_key.in_(used), KVFile.input_key.in_(prefix)),
                 )
-                .one()
-                .tuple()
-            )
+            ).one()
         return CollectionCounts(
             pending=by_status.get("pending", 0),
             ready=by_status.get("ready", 0),

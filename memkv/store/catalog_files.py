@@ -95,7 +95,7 @@ class FileStatements:
         if tenant is not None:
             statement = statement.where(KVFile.tenant == tenant)
         with self._database.read() as connection:
-            files, total = connection.execute(statement).one().tuple()
+            files, total = connection.execute(statement).one()
         return files, int(total)
 
     def files_of_all_tenants(self) -> list[KVFileRow]:

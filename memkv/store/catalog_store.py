@@ -90,14 +90,14 @@ class StoreStatements:
             collections = connection.execute(select(func.count()).select_from(Collection)).scalar_one()
             found = {"collections": collections}
             statement = select(Document.status, func.count()).group_by(Document.status)
-            by_status = dict(connection.execute(statement).tuples().all())
+            by_status = dict(connection.execute(statement).all())
             for status in ("pending", "ready", "failed"):
                 found[f"documents_{status}"] = by_status.get(status, 0)
             numbers = select(
                 func.coalesce(func.sum(Document.num_chunks), 0),
                 func.coalesce(func.sum(Document.num_tokens), 0),
             )
-            chunks, tokens = connection.execute(numbers).one().tuple()
+            chunks, tokens = connection.execute(numbers).one()
         return {**found, "chunks": int(chunks), "tokens": int(tokens)}
 
 

@@ -311,7 +311,7 @@ class ChunkStore:
     def _check(self, row: KVFileRow, *, full: bool) -> Damage | None:
         path = self._directory.path(row)
         if full:
-            return check_block_file(path, row.input_key, row.fingerprint_digest, row.file_digest)
+            return check_block_file(path, row)
         try:
             found = path.lstat()
         except FileNotFoundError:

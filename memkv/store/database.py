@@ -22,7 +22,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from memkv.errors import ConfigError, DatabaseUnavailable, MemKVError, StoreFenced
-from memkv.store.database_errors import translate
+from memkv.store.database_errors import damaged, translate
 from memkv.store.tables import StoreState
 
 try:
@@ -153,13 +153,14 @@ class Database:
         if not self.is_sqlite:
             options["isolation_level"] = "READ COMMITTED" if write else "REPEATABLE READ"
         try:
-            opened = self._engine.connect()
+            with self._engine.connect().execution_options(**options) as connection, connection.begin():
+                yield connection
         except PoolTimeout as error:
             raise DatabaseUnavailable(
                 "every connection to the database is in use", hint="retry in a moment"
             ) from error
-        with opened.execution_options(**options) as connection, connection.begin():
-            yield connection
+        except UnicodeDecodeError as error:  # the driver's, even of its own message
+            raise damaged("a text is not UTF-8") from error
 
 
 def parse_database_url(text: str | None, data_dir: Path) -> URL:

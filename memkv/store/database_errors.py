@@ -19,11 +19,12 @@ RESTORE_HINT = (
 _BUSY_HINT = "close other programs that use the database, or retry in a moment"
 
 # SQLite: https://sqlite.org/rescode.html, primary codes
-_SQLITE_DAMAGED = {11, 26}  # CORRUPT, NOTADB
+_SQLITE_DAMAGED = {11, 17, 20, 24, 26}  # CORRUPT, SCHEMA, MISMATCH, FORMAT, NOTADB
 _SQLITE_BUSY = {5, 6, 9}  # BUSY, LOCKED, INTERRUPT
 _SQLITE_FULL = 13
 _SQLITE_FILE = {3, 8, 10, 14, 23}  # PERM, READONLY, IOERR, CANTOPEN, AUTH
-_SQLITE_ERROR = 1
+_SQLITE_CONSTRAINT = 19
+_SQLITE_OTHER_SCHEMA = ("no such table", "no such column", "has no column", "malformed")
 
 # PostgreSQL: appendix A, error codes
 _POSTGRES_BUSY = {"55P03", "40P01", "40001", "57014", "55006"}
@@ -49,8 +50,10 @@ def _from_sqlite(error: BaseException) -> MemKVError | None:
         return damaged("SQLite finds it malformed")
     if "Could not decode to UTF-8" in text:
         return damaged("a text is not UTF-8")
-    if primary == _SQLITE_ERROR and ("no such table" in text or "no such column" in text):
-        return damaged("a table is gone")
+    if any(words in text for words in _SQLITE_OTHER_SCHEMA):
+        return damaged("its tables are not those that memkv made")
+    if primary == _SQLITE_CONSTRAINT:  # every statement checks first: what it checked did not hold
+        return damaged("a constraint does not hold")
     if primary == _SQLITE_FULL:
         return InsufficientStorageError(
             "the disk of the database is full; nothing was written", hint="free some space, then retry"
@@ -69,6 +72,8 @@ def _from_postgres(error: BaseException) -> MemKVError | None:
     state = getattr(error, "sqlstate", None) or ""
     if state in _POSTGRES_DAMAGED:
         return damaged("PostgreSQL cannot read a table")
+    if state[:2] == "23":
+        return damaged("a constraint does not hold")
     if state in _POSTGRES_FULL:
         return InsufficientStorageError(
             "the disk of the database is full; nothing was written", hint="free some space, then retry"

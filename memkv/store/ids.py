@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 
-ID_PATTERN = re.compile(r"^(?:col|doc|chk|job)_[0-9a-f]{32}$")
+ID_PATTERN = re.compile(r"^(?:col|doc|chk|job)_[0-9a-f]{32}\Z")
 
 
 def new_id(prefix: str) -> str:

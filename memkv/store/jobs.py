@@ -45,7 +45,6 @@ class _Progress:
     total: int
     unit: str
     written_at: float  # monotonic
-    cancel_requested: bool
 
 
 class Jobs:
@@ -151,9 +150,9 @@ class Jobs:
 
     def is_cancelled(self, job_id: str) -> bool:
         """Whether the worker should stop; asked between two pieces of work."""
-        with self._changed:
-            live = self._progress.get(job_id)
-            return live is not None and live.cancel_requested
+        with self._database.read() as connection:
+            asked = connection.execute(select(Job.cancel_requested).where(Job.id == job_id)).scalar()
+        return asked != 0
 
     def finish_item(
         self,
@@ -218,10 +217,6 @@ class Jobs:
                 end_job(connection, job_id, "cancelled", {"error": CANCELLED})
             elif status == "running":
                 connection.execute(update(Job).where(*own).values(cancel_requested=1))
-        with self._changed:
-            live = self._progress.get(job_id)
-            if live is not None:
-                live.cancel_requested = True
         self.announce()
         return self.get(tenant, job_id)
 
@@ -292,9 +287,7 @@ class Jobs:
             ).one()
         job = job_row(*row)
         with self._changed:
-            self._progress[job.id] = _Progress(
-                job.stage, job.done, job.total, job.unit, time.monotonic(), job.cancel_requested
-            )
+            self._progress[job.id] = _Progress(job.stage, job.done, job.total, job.unit, time.monotonic())
         return job
 
     def _with_progress(self, job: JobRow) -> JobRow:

@@ -18,7 +18,7 @@ MAX_METADATA_BYTES = 65_536
 MAX_METADATA_DEPTH = 8
 MAX_KEY_CHARS = 256
 
-_NAME = re.compile(r"^\w[\w.\-]{0,127}$")
+_NAME = re.compile(r"^\w[\w.\-]{0,127}\Z")
 
 Scalar = str | bool | int | float
 

@@ -196,8 +196,7 @@ class Store:
                 for collection in page.rows:
                     damage = self.indexes.check(collection)
                     if damage is not None:
-                        repaired = repair and self.indexes.get(collection) is not None
-                        repaired = repaired and self.indexes.save(collection.id)
+                        repaired = repair and self._renew_index(collection)
                         found.append(StoreProblem("index", collection.name, damage.detail, repaired))
                 if not page.has_more:
                     break
@@ -221,6 +220,13 @@ class Store:
             "indexes": self.indexes.stats(),
             "recovery": asdict(self.recovery),
         }
+
+    def _renew_index(self, collection: CollectionRow) -> bool:
+        self.indexes.get(collection)
+        try:
+            return self.indexes.save(collection.id)
+        except MemKVError:
+            return False
 
     def _recover(self, schema: SchemaRevision, epoch: int) -> Recovery:
         files = self.chunks.recover()

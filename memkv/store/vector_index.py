@@ -24,6 +24,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -181,7 +182,8 @@ class VectorIndexes:
         with self._guard:
             self._indexes.pop(collection_id, None)
             self._loads.pop(collection_id, None)
-        self._path(collection_id).unlink(missing_ok=True)
+        with suppress(OSError):  # left behind it harms nobody: no collection has this id again
+            self._path(collection_id).unlink()
 
     def save(self, collection_id: str) -> bool:
         """Writes the file of a loaded index. Raises InsufficientStorageError, ServiceUnavailableError."""
