@@ -3,7 +3,7 @@
     memkv.db      the database, unless a PostgreSQL one is named: truth
     blocks/       KV, one immutable file per chunk: derived
     indexes/      vectors, one file per collection: derived
-    tmp/  quarantine/  STORE (id and format, pairs the directory with its database)  lock
+    tmp/  quarantine/  STORE (id and format, pairs the directory with its database)  lock  reserve
 
 Every operation that concerns more than one of these is a method here, in the order that no kill can break:
 rows first and the index and files after them, except that a block file is durable before its row.
@@ -45,6 +45,7 @@ from memkv.store.rows import (
 )
 from memkv.store.schema import SchemaRevision, require_schema
 from memkv.store.search import SearchHit, search_collection
+from memkv.store.space_reserve import SpaceReserve
 from memkv.store.vector_index import VectorIndexes
 
 FORMAT_VERSION = 1  # of the data directory
@@ -87,6 +88,7 @@ class Store:
         self.indexes = VectorIndexes(
             data_dir / "indexes", lambda: data_dir / "tmp" / uuid.uuid4().hex, self.store_id, self.catalog
         )
+        self._reserve = SpaceReserve(data_dir / "reserve")
         self._held = held
 
     @classmethod
@@ -153,15 +155,17 @@ class Store:
 
     def delete_document(self, tenant: str, collection_id: str, document: str) -> Change:
         """Once it returns, no search finds the document. Raises DocumentNotFound."""
-        change = self.catalog.delete_document(tenant, collection_id, document)
+        change = self._reserve.spend_on(lambda: self.catalog.delete_document(tenant, collection_id, document))
         self._follow(tenant, change)
+        self._reserve.fill()
         return change
 
     def delete_collection(self, tenant: str, name: str) -> DeletedCollection:
         """Raises CollectionNotFound."""
-        deleted = self.catalog.delete_collection(tenant, name)
+        deleted = self._reserve.spend_on(lambda: self.catalog.delete_collection(tenant, name))
         self.indexes.drop(deleted.collection_id)
         self.chunks.reclaim(deleted.released)
+        self._reserve.fill()
         self.jobs.announce()
         return deleted
 

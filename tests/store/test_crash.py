@@ -1,4 +1,4 @@
-"""Kill -9 at the steps of opening, accepting, publishing, committing, changing, deleting and closing: what was
+"""Kill -9 at the steps of opening, accepting, publishing, committing, changing, deleting, closing: what was
 acknowledged is there afterwards, and no row points to a file that is not.
 
 MEMKV_TEST_EVERY_KILL=1 tries every step; otherwise a sample of them.
