@@ -136,11 +136,12 @@ def end_job(connection: Connection, job_id: str, status: str, values: Mapping[st
         .where(other_item.document_id == Document.id, other_item.job_id != job_id)
         .where(other_job.id == other_item.job_id, other_job.status.in_(_LIVE))
     )
+    reason = CANCELLED if status == "cancelled" else _NOT_DONE
     left_over = select(JobDocument.document_id).where(JobDocument.job_id == job_id)
     connection.execute(
         update(Document)
         .where(Document.id.in_(left_over), Document.status == "pending", ~in_other_hands)
-        .values(status="failed", error=values.get("error") or _NOT_DONE, updated_at=now())
+        .values(status="failed", error=values.get("error") or reason, updated_at=now())
     )
 
 

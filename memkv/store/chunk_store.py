@@ -13,7 +13,7 @@ from __future__ import annotations
 import stat
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -169,14 +169,23 @@ class ChunkStore:
         named = {file_name(row.input_key, row.file_digest) for row in rows}
         return Recovered(drafts, len(missing), len(listing.names - named))
 
-    def verify(self, *, full: bool = False, repair: bool = False) -> list[StoreProblem]:
+    def verify(
+        self,
+        *,
+        full: bool = False,
+        repair: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[StoreProblem]:
         """Compares rows with files: presence and size, and with `full` every byte.
 
         With `repair`, bad files go to quarantine with their rows dropped, and files that no row names are
-        unlinked.
+        unlinked. `on_progress` is told (files looked at, files).
         """
         found: list[StoreProblem] = []
-        for row in self._catalog.files_of_all_tenants():
+        rows = self._catalog.files_of_all_tenants()
+        for done, row in enumerate(rows):
+            if on_progress is not None:
+                on_progress(done, len(rows))
             damage = self._check(row, full=full)
             if damage is None:
                 continue

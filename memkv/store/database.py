@@ -47,7 +47,7 @@ class Database:
 
     def __init__(self, url: URL, *, busy_seconds: float = 5.0) -> None:
         self.dialect = url.get_backend_name()  # sqlite | postgresql
-        self._busy_seconds = busy_seconds
+        self.busy_seconds = busy_seconds
         self._writer = threading.Lock()
         self._epoch: int | None = None
         self._engine = (
@@ -98,7 +98,7 @@ class Database:
     @contextmanager
     def unfenced_write(self) -> Iterator[Connection]:
         """For opening and migrating, when no epoch is known yet."""
-        if not self._writer.acquire(timeout=max(self._busy_seconds, 0)):
+        if not self._writer.acquire(timeout=max(self.busy_seconds, 0)):
             raise DatabaseUnavailable(
                 "other writers kept the database busy; nothing was written", hint="retry in a moment"
             )

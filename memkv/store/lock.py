@@ -21,6 +21,13 @@ from memkv.errors import ConfigError, StoreLocked
 from memkv.store.database import Database
 
 _ADVISORY_KEY = 0x6D656D6B76  # "memkv"; PostgreSQL keeps these keys apart by database
+_TRY_LOCK = text("SELECT pg_try_advisory_lock(:key)")
+_FIND_HOLDER = text(
+    "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid"
+    " WHERE l.locktype = 'advisory' AND l.granted"
+    " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    " AND (l.classid::bigint << 32) | l.objid::bigint = :key"
+)
 _PID_WAIT_SECONDS = 0.2  # between taking the lock and writing the pid lies a moment
 
 
@@ -63,27 +70,22 @@ class StoreLock:
             time.sleep(0.01)
 
 
-def take_advisory_lock(database: Database, held: ExitStack) -> None:
+def take_advisory_lock(database: Database, held: ExitStack, *, patience: float) -> None:
     """Holds the database's advisory lock until `held` closes; nothing to do on SQLite.
 
+    Waits up to `patience` seconds: the server notices a killed holder only moments later.
     Raises StoreLocked, with the pid that the holder gave as its application name.
     """
     if database.is_sqlite:
         return
     connection = held.enter_context(database.hold_connection())
-    taken = connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_KEY}).scalar()
-    if not taken:
-        name = connection.execute(
-            text(
-                "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid"
-                " WHERE l.locktype = 'advisory' AND l.granted AND l.database ="
-                " (SELECT oid FROM pg_database WHERE datname = current_database())"
-                " AND (l.classid::bigint << 32) | l.objid::bigint = :key"
-            ),
-            {"key": _ADVISORY_KEY},
-        ).scalar()
-        match = re.fullmatch(r"memkv (\d+)", name or "")
-        raise _locked(f"process {match[1]}" if match else "another process")
+    deadline = time.monotonic() + patience
+    while not connection.execute(_TRY_LOCK, {"key": _ADVISORY_KEY}).scalar():
+        if time.monotonic() > deadline:
+            name = connection.execute(_FIND_HOLDER, {"key": _ADVISORY_KEY}).scalar()
+            match = re.fullmatch(r"memkv (\d+)", name or "")
+            raise _locked(f"process {match[1]}" if match else "another process")
+        time.sleep(0.02)
 
 
 def _locked(holder: str) -> StoreLocked:

@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class Store:
     def __init__(self, data_dir: Path, database: Database, *, upgrade: bool, held: ExitStack) -> None:
         """`Store.open` calls this under the store's lock; what is acquired goes into `held`."""
         _check_settings(database.settings())
-        take_advisory_lock(database, held)
+        take_advisory_lock(database, held, patience=database.busy_seconds)
         schema = require_schema(database, upgrade=upgrade)
         self.data_dir = data_dir
         self.database = database
@@ -189,10 +189,19 @@ class Store:
             min_score=min_score,
         )
 
-    def verify(self, *, full: bool = False, repair: bool = False) -> list[StoreProblem]:
-        """Everything that is wrong: database, block files (all bytes with `full`), index files."""
+    def verify(
+        self,
+        *,
+        full: bool = False,
+        repair: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[StoreProblem]:
+        """Everything that is wrong: database, block files (all bytes with `full`), index files.
+
+        Changes nothing unless `repair` says so. `on_progress` is told (block files looked at, block files).
+        """
         found = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
-        found += self.chunks.verify(full=full, repair=repair)
+        found += self.chunks.verify(full=full, repair=repair, on_progress=on_progress)
         for tenant in self.catalog.tenants():
             after: str | None = None
             while True:

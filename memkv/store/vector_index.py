@@ -155,7 +155,10 @@ class VectorIndexes:
         self._counts = {"loaded": 0, "rebuilt": 0}
 
     def get(self, collection: CollectionRow) -> VectorIndex:
-        """The collection's index, holding at least the row's generation."""
+        """The collection's index, holding everything committed before this call."""
+        state = self._catalog.collection_state(collection.tenant, collection.id)
+        if state is None:
+            return self._nothing(collection)
         with self._guard:
             index = self._indexes.get(collection.id)
         if index is None:
@@ -165,7 +168,7 @@ class VectorIndexes:
                 if index is None:
                     index = self._open(collection)
         # A commit is followed within moments; only a follower that died leaves the index behind.
-        if index.generation < collection.generation and not index.wait_for(collection.generation, 1.0):
+        if index.generation < state[0] and not index.wait_for(state[0], 1.0):
             self._catch_up(collection.tenant, collection.id, index)
         return index
 
@@ -213,9 +216,8 @@ class VectorIndexes:
 
     def _open(self, collection: CollectionRow) -> VectorIndex:
         state = self._catalog.collection_state(collection.tenant, collection.id)
-        if state is None:  # deleted meanwhile
-            nothing = np.empty((0, collection.dim), np.float32)
-            return VectorIndex(Vectors(0, bytes(16), np.empty(0, np.int64), nothing), collection.dim)
+        if state is None:
+            return self._nothing(collection)
         newest = replace(collection, generation=state[0], stamp=state[1])
         filed = decode_vectors(self._path(collection.id), self._store_id, newest)
         content = (
@@ -235,6 +237,11 @@ class VectorIndexes:
             index.replace(content)
             with self._guard:
                 self._counts["rebuilt"] += 1
+
+    def _nothing(self, collection: CollectionRow) -> VectorIndex:
+        """Of a collection that was deleted meanwhile."""
+        no_vectors = np.empty((0, collection.dim), np.float32)
+        return VectorIndex(Vectors(0, bytes(16), np.empty(0, np.int64), no_vectors), collection.dim)
 
     def _loading(self, collection_id: str) -> threading.Lock:
         with self._guard:

@@ -343,7 +343,9 @@ def test_verify_finds_and_repairs_each_kind(store: Store) -> None:
     (store.data_dir / "blocks" / "ab").mkdir(exist_ok=True)
     (store.data_dir / "blocks" / "ab" / "README").write_text("more notes")
     assert sorted(problem.kind for problem in store.verify()) == ["irregular", "missing", "size"]
-    found = store.verify(full=True)
+    progress: list[tuple[int, int]] = []
+    found = store.verify(full=True, on_progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(done, 5) for done in range(5)]
     assert sorted(problem.kind for problem in found) == ["digest", "irregular", "missing", "size"]
     assert not any(problem.repaired for problem in found)
     assert store.catalog.kv_totals()[0] == 5, "verify changed something without being told to"

@@ -92,7 +92,7 @@ def test_two_directories_cannot_share_a_postgresql_database(tmp_path: Path, post
         Store.open(tmp_path / "a", postgres_url),
         pytest.raises(StoreLocked, match=f"process {os.getpid()}"),
     ):
-        Store.open(tmp_path / "b", postgres_url)
+        Store.open(tmp_path / "b", postgres_url, busy_seconds=0.2)
     with pytest.raises(ConfigError, match="another database"):  # b was locked out before it got a STORE
         Store.open(tmp_path / "a", None)
     Store.open(tmp_path / "b", postgres_url).close()
