@@ -117,18 +117,18 @@ class Jobs:
         return tuple(JobItem(*row) for row in rows)
 
     def claim(self, owner: str, *, timeout: float = 0.0) -> JobRow | None:
-        """The job that waited longest, now running; None where none came within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._changed:
-                seen = self._events
-            job = self._claim(owner)
-            left = deadline - time.monotonic()
-            if job is not None or left <= 0:
-                return job
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._events != seen, left):  # noqa: B023
-                    return None
+        """The job that waited longest, now running; None where none came.
+
+        Waits for up to `timeout` seconds, or until `announce` wakes it: a worker that shall stop then can.
+        """
+        with self._changed:
+            seen = self._events
+        job = self._claim(owner)
+        if job is not None or timeout <= 0:
+            return job
+        with self._changed:
+            woken = self._changed.wait_for(lambda: self._events != seen, timeout)
+        return self._claim(owner) if woken else None
 
     def progress(self, job_id: str, *, stage: str, done: int, total: int, unit: str) -> None:
         """Reports on a running job; written to the database at most once a second."""
