@@ -1,0 +1,167 @@
+"""A collection made ready for use: its prompt, its fingerprint checked, its way to stored KV."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import structlog
+
+from memkv.engine.residency import ChunkRef
+from memkv.errors import FingerprintMismatch, InsufficientStorageError
+from memkv.kv.chunk import ChunkKV
+from memkv.kv.fingerprint import Fingerprint, input_key, token_digest
+from memkv.kv.layout import KVLayout
+from memkv.memory.parts import Parts
+from memkv.model.loader import LoadedModel
+from memkv.store.chunk_store import ChunkStore, PublishItem
+from memkv.store.rows import CollectionRow
+from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCollection:
+    """`kv` reads and writes the collection's stored KV for the engine."""
+
+    row: CollectionRow
+    template: PromptTemplate
+    layout: KVLayout
+    prefix: ChunkRef
+    kv: StoredKV
+    secret: bytes  # of the tenant
+
+    def key(self, token_ids: Sequence[int]) -> str:
+        """The input key of a chunk of these tokens."""
+        return input_key(self.secret, self.row.fingerprint_digest, self.row.prefix_ids, token_ids)
+
+    def ref(self, key: str, token_ids: Sequence[int]) -> ChunkRef:
+        return ChunkRef(key, self.prefix.token_ids, tuple(token_ids))
+
+
+class StoredKV:
+    """The engine's `KVSource` over the chunk store, for one collection. Safe from any thread."""
+
+    def __init__(self, chunks: ChunkStore, row: CollectionRow, layout: KVLayout) -> None:
+        self._chunks = chunks
+        self._row = row
+        self._layout = layout
+
+    def read(self, ref: ChunkRef) -> ChunkKV | None:
+        return self._chunks.load(
+            ref.input_key,
+            tenant=self._row.tenant,
+            fingerprint_digest=self._row.fingerprint_digest,
+            layout=self._layout,
+            context_ids=ref.context_ids,
+            token_ids=ref.token_ids,
+        )
+
+    def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
+        """Keeps healed KV. A full disk costs the next query a prefill, and this one nothing."""
+        try:
+            self.publish([(ref, kv)])
+        except InsufficientStorageError as error:
+            _log.warning("kv_not_kept", input_key=ref.input_key, detail=error.detail)
+
+    def publish(self, items: Sequence[tuple[ChunkRef, ChunkKV]]) -> None:
+        """Makes chunks' KV durable. Raises `InsufficientStorageError`, `ServiceUnavailableError`."""
+        row = self._row
+        self._chunks.publish(
+            [
+                PublishItem(
+                    input_key=ref.input_key,
+                    fingerprint_digest=row.fingerprint_digest,
+                    context_ids=ref.context_ids,
+                    token_ids=ref.token_ids,
+                    kv=kv,
+                    tenant=row.tenant,
+                )
+                for ref, kv in items
+            ]
+        )
+
+
+class Collections:
+    """Opens collections and remembers them by id."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._open: dict[str, OpenCollection] = {}
+
+    def template(self, system_prompt: str) -> PromptTemplate:
+        """The prompt of a collection; an empty system prompt means the default one."""
+        return PromptTemplate.from_tokenizer(self._parts.tokenizer, system_prompt or SYSTEM_PROMPT)
+
+    def layout(self, block_size: int) -> KVLayout:
+        spec = self._parts.model.spec
+        return KVLayout(
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            dtype=self._parts.config.kv.dtype,
+        )
+
+    def fingerprint(self, layout: KVLayout, prefix_ids: Sequence[int]) -> Fingerprint:
+        return fingerprint_of(self._parts.model, layout, prefix_ids)
+
+    def by_name(self, tenant: str, name: str) -> OpenCollection:
+        """Raises `CollectionNotFound`, `FingerprintMismatch`."""
+        return self.open(self._parts.store.catalog.get_collection(tenant, name))
+
+    def open(self, row: CollectionRow) -> OpenCollection:
+        """Raises `FingerprintMismatch` where the collection's KV is not this process's."""
+        with self._lock:
+            known = self._open.get(row.id)
+        if known is not None:
+            return known
+        opened = self._build(row)
+        with self._lock:
+            self._open[row.id] = opened
+        return opened
+
+    def forget(self, collection_id: str) -> None:
+        with self._lock:
+            self._open.pop(collection_id, None)
+
+    def _build(self, row: CollectionRow) -> OpenCollection:
+        template = self.template(row.system_prompt)
+        layout = self.layout(row.block_size)
+        here = self.fingerprint(layout, template.prefix_ids)
+        if here.digest != row.fingerprint_digest:
+            different = ", ".join(here.differences(Fingerprint.from_json(row.fingerprint_json)))
+            raise FingerprintMismatch(
+                f"collection {row.name!r} was made with another {different}",
+                hint="start memkv with the model and settings that made it, or ingest into a new collection",
+            )
+        if row.embedder_digest != self._parts.embedder.digest:
+            raise FingerprintMismatch(
+                f"collection {row.name!r} was made with the embedder {row.embedder_name}",
+                hint="start memkv with that embedder, or ingest into a new collection",
+            )
+        kv = StoredKV(self._parts.store.chunks, row, layout)
+        prefix = ChunkRef(row.prefix_key, (), tuple(row.prefix_ids))
+        secret = self._parts.store.catalog.tenant_secret(row.tenant)
+        return OpenCollection(row, template, layout, prefix, kv, secret)
+
+
+def fingerprint_of(model: LoadedModel, layout: KVLayout, prefix_ids: Sequence[int]) -> Fingerprint:
+    """Everything that KV made by this model, in this layout, behind this prefix depends on."""
+    spec = model.spec
+    layers = [{"kind": layer.kind, "window": layer.window, "softcap": layer.softcap} for layer in spec.layers]
+    return Fingerprint(
+        weights_digest=model.weights_digest,
+        tokenizer_digest=model.tokenizer_digest,
+        architecture=spec.architecture,
+        rope=spec.rope_description,
+        layers=json.dumps(layers, sort_keys=True, separators=(",", ":")),
+        kv_dtype=layout.dtype,
+        compute_dtype=model.dtype,
+        prefix_digest=token_digest((), prefix_ids).hex(),
+        **{name: value for name, value in asdict(layout).items() if name != "dtype"},
+    )

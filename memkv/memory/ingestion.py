@@ -1,0 +1,261 @@
+"""Documents made ready: chunked, embedded, prefilled, published, committed. One thread works off the jobs.
+
+A document is durable before its job starts. Block files are published batch by batch, and a document's chunks
+appear in one transaction once all of its files are durable: a crash repeats only what was not published.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from memkv.errors import (
+    DatabaseDamaged,
+    DatabaseUnavailable,
+    EngineClosed,
+    FingerprintMismatch,
+    InternalServerError,
+    MemKVError,
+    NotFoundError,
+    StoreFenced,
+)
+from memkv.memory.collections import Collections, OpenCollection
+from memkv.memory.parts import Parts
+from memkv.memory.replies import stored_problem
+from memkv.store.rows import DocumentRow, JobRow, NewChunk
+from memkv.text.chunker import TextChunk, chunk_text
+
+_log = structlog.get_logger(__name__)
+
+_RETRY_SECONDS = 1.0
+_IDLE_SECONDS = 60.0
+
+Vectors = dict[str, NDArray[np.float32]]  # by the chunk's text
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of one job; `memkv.wire.JobCounts` says what clients see."""
+
+    documents: int = 0
+    chunks: int = 0
+    chunks_prefilled: int = 0
+    chunks_reused: int = 0
+    tokens_prefilled: int = 0
+    kv_bytes_written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One document on its way."""
+
+    document: DocumentRow
+    revision: int
+    chunks: list[TextChunk]
+    keys: list[str]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One job on its way."""
+
+    job: JobRow
+    collection: OpenCollection
+    total: int
+    done: int = 0
+    failed: int = 0
+    counts: _Counts = field(default_factory=_Counts)
+
+
+class _Stopped(Exception):
+    """The thread was asked to stop between two pieces of work."""
+
+
+class Ingestion:
+    """The job thread. A document's failure is recorded on it, and the thread goes on."""
+
+    def __init__(self, parts: Parts, collections: Collections) -> None:
+        self._parts = parts
+        self._collections = collections
+        self._owner = f"pid {os.getpid()}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="memkv-ingestion", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends after the batch in hand; an unfinished job goes back to the queue."""
+        self._stopping.set()
+        self._parts.store.jobs.announce()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        job: JobRow | None = None  # claimed, and not yet ended or given back
+        while not self._stopping.is_set():
+            try:
+                if job is not None:
+                    self._parts.store.jobs.release(job.id)
+                job = self._parts.store.jobs.claim(self._owner, timeout=_IDLE_SECONDS)
+                if job is not None:
+                    self._run(job)
+                    job = None
+            except (StoreFenced, DatabaseDamaged) as error:
+                _log.error("ingestion_ended", code=error.code, detail=error.detail, hint=error.hint)
+                return
+            except MemKVError as error:  # the database is busy or away
+                _log.warning("ingestion_waits", code=error.code, detail=error.detail)
+                self._stopping.wait(_RETRY_SECONDS)
+
+    def _run(self, job: JobRow) -> None:
+        jobs, catalog = self._parts.store.jobs, self._parts.store.catalog
+        try:
+            collection = self._collections.open(catalog.collection_by_id(job.tenant, job.collection_id))
+        except (NotFoundError, FingerprintMismatch) as error:
+            jobs.finish(job.id, "failed", error=stored_problem(error))
+            return
+        waiting = [item.document_id for item in jobs.items(job.tenant, job.id) if item.status == "queued"]
+        run = _Run(job, collection, total=len(waiting))
+        try:
+            for group in self._groups(run, waiting):
+                self._process(run, group)
+        except (_Stopped, EngineClosed):
+            jobs.release(job.id)
+            return
+        if jobs.is_cancelled(job.id):
+            jobs.finish(job.id, "cancelled", counts=asdict(run.counts))
+        elif run.failed == 0:
+            jobs.finish(job.id, "succeeded", counts=asdict(run.counts))
+        else:
+            every = run.failed == run.total
+            jobs.finish(job.id, "failed" if every else "partial", counts=asdict(run.counts))
+
+    def _groups(self, run: _Run, document_ids: Sequence[str]) -> Iterator[list[_Work]]:
+        """Documents together until their chunks fill a prefill batch."""
+        group: list[_Work] = []
+        for document_id in document_ids:
+            if self._parts.store.jobs.is_cancelled(run.job.id):
+                return
+            self._stop_if_asked()
+            work = self._chunk(run, document_id)
+            if work is not None:
+                group.append(work)
+            if sum(len(work.chunks) for work in group) >= self._parts.config.ingest.batch_chunks:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _chunk(self, run: _Run, document_id: str) -> _Work | None:
+        """None where the document was deleted while it waited."""
+        catalog, row = self._parts.store.catalog, run.collection.row
+        self._progress(run, "chunking")
+        try:
+            document = catalog.document_by_id(row.tenant, document_id)
+            revision, text = catalog.document_text(row.tenant, document_id)
+        except NotFoundError:
+            self._finish(run, document_id, None)
+            return None
+        chunks = chunk_text(text, document.title, self._parts.tokenizer, row.max_chunk_tokens)
+        return _Work(document, revision, chunks, [run.collection.key(chunk.token_ids) for chunk in chunks])
+
+    def _process(self, run: _Run, group: Sequence[_Work]) -> None:
+        try:
+            vectors = self._embed(run, group)
+            if run.collection.row.prefill == "eager":
+                self._prefill(run, group)
+        except (EngineClosed, DatabaseUnavailable, DatabaseDamaged, StoreFenced):
+            raise  # not the documents' fault: the job stays
+        except MemKVError as error:
+            self._fail(run, group, error)
+            return
+        except (RuntimeError, ValueError, MemoryError) as error:  # what torch and numpy raise
+            _log.exception("ingest_failed")
+            self._fail(run, group, InternalServerError(f"ingest failed: {type(error).__name__}"))
+            return
+        for work in group:
+            self._commit(run, work, vectors)
+
+    def _embed(self, run: _Run, group: Sequence[_Work]) -> Vectors:
+        self._progress(run, "embedding")
+        texts = list(dict.fromkeys(chunk.text for work in group for chunk in work.chunks))
+        return dict(zip(texts, self._parts.embedder.embed(texts), strict=True)) if texts else {}
+
+    def _prefill(self, run: _Run, group: Sequence[_Work]) -> None:
+        """Makes KV for the keys that have none, and publishes it batch by batch."""
+        collection, counts = run.collection, run.counts
+        chunks = {key: chunk for work in group for key, chunk in zip(work.keys, work.chunks, strict=True)}
+        known = self._parts.store.catalog.existing_keys(collection.row.tenant, list(chunks))
+        missing = [collection.ref(key, chunk.token_ids) for key, chunk in chunks.items() if key not in known]
+        counts.chunks_reused += len(chunks) - len(missing)
+        size = self._parts.config.ingest.batch_chunks
+        for first in range(0, len(missing), size):
+            self._stop_if_asked()
+            self._progress(run, "prefilling")
+            refs = missing[first : first + size]
+            made = self._parts.engine.prefill(
+                collection.prefix, refs, collection.kv, block_size=collection.row.block_size
+            )
+            collection.kv.publish(list(zip(refs, made, strict=True)))
+            counts.chunks_prefilled += len(refs)
+            counts.tokens_prefilled += sum(ref.num_tokens for ref in refs)
+            counts.kv_bytes_written += sum(len(kv.data) for kv in made)
+
+    def _commit(self, run: _Run, work: _Work, vectors: Vectors) -> None:
+        self._progress(run, "committing")
+        chunks = [
+            NewChunk(
+                ordinal=chunk.ordinal,
+                start=chunk.start,
+                end=chunk.end,
+                text=chunk.text,
+                label=chunk.label,
+                token_ids=tuple(chunk.token_ids),
+                input_key=key,
+                embedding=vectors[chunk.text],
+            )
+            for key, chunk in zip(work.keys, work.chunks, strict=True)
+        ]
+        tenant = run.collection.row.tenant
+        committed = self._parts.store.commit_document(tenant, work.document.id, work.revision, chunks)
+        if committed.change is not None:
+            self._parts.engine.drop(file.input_key for file in committed.change.released)
+        run.counts.documents += 1
+        run.counts.chunks += len(chunks)
+        self._finish(run, work.document.id, None)
+
+    def _fail(self, run: _Run, group: Sequence[_Work], error: MemKVError) -> None:
+        tenant = run.collection.row.tenant
+        for work in group:
+            self._parts.store.catalog.fail_document(
+                tenant, work.document.id, work.revision, stored_problem(error)
+            )
+            self._finish(run, work.document.id, error)
+
+    def _finish(self, run: _Run, document_id: str, error: MemKVError | None) -> None:
+        run.done += 1
+        if error is None:
+            self._parts.store.jobs.finish_item(run.job.id, document_id, "succeeded")
+        else:
+            run.failed += 1
+            self._parts.store.jobs.finish_item(run.job.id, document_id, "failed", stored_problem(error))
+        self._progress(run, "committing")
+
+    def _progress(self, run: _Run, stage: str) -> None:
+        self._parts.store.jobs.progress(
+            run.job.id, stage=stage, done=run.done, total=run.total, unit="documents"
+        )
+
+    def _stop_if_asked(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped

@@ -1,0 +1,73 @@
+"""What a `Memory` is made of, opened together and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memkv.config import Config
+from memkv.engine.engine import Engine
+from memkv.model.install import default_models_dir, resolve
+from memkv.model.loader import LoadedModel, load_model
+from memkv.store.store import Store
+from memkv.text.embedder import Embedder
+from memkv.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    config: Config
+    store: Store
+    model: LoadedModel
+    tokenizer: TextTokenizer
+    embedder: Embedder
+    engine: Engine
+
+    @classmethod
+    def open(cls, config: Config, on_progress: Callable[[str], None]) -> Parts:
+        """Opens the store first: a store that is held elsewhere is refused before a model is loaded."""
+        store = Store.open(
+            Path(config.store.data_dir),
+            config.store.database_url or None,
+            busy_seconds=config.store.busy_seconds,
+        )
+        try:
+            on_progress(f"loading {config.model.model}")
+            model = _load_model(config)
+            on_progress(f"loading {config.model.embedder}")
+            embedder = _load_embedder(config)
+            engine = Engine(model, kv_dtype=config.kv.dtype, config=config.engine)
+        except BaseException:
+            store.close()
+            raise
+        tokenizer = TextTokenizer(model.tokenizer)
+        return cls(config, store, model, tokenizer, embedder, engine)
+
+    def close(self, drain_seconds: float) -> None:
+        try:
+            self.engine.close(drain_seconds)
+        finally:
+            self.store.close()
+
+
+def _models_dir(config: Config) -> Path:
+    return Path(config.model.models_dir).expanduser() if config.model.models_dir else default_models_dir()
+
+
+def _load_model(config: Config) -> LoadedModel:
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return load_model(
+        config.model.model, dtype=dtype, device=device, allow_download=True, models_dir=_models_dir(config)
+    )
+
+
+def _load_embedder(config: Config) -> Embedder:
+    return Embedder.load(resolve(config.model.embedder, _models_dir(config), allow_download=True))

@@ -1,0 +1,174 @@
+"""Rows as the replies that clients see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from memkv.engine.engine import EngineStats
+from memkv.engine.residency import BlockCounts
+from memkv.errors import MemKVError
+from memkv.store import rows
+from memkv.store.rows import CollectionCounts as CountsRow
+from memkv.store.rows import CollectionRow, DocumentRow, JobItem, JobRow
+from memkv.wire import (
+    AcceptedDocument,
+    Collection,
+    CollectionCounts,
+    Document,
+    Job,
+    JobCounts,
+    JobProgress,
+    Page,
+    PageRequest,
+    Problem,
+    StoreStats,
+    problem_for,
+)
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def collection_reply(row: CollectionRow, counts: CountsRow, model: str) -> Collection:
+    return Collection(
+        id=row.id,
+        name=row.name,
+        description=row.description,
+        metadata=_metadata(row.metadata),
+        model=model,
+        fingerprint=row.fingerprint_digest,
+        embedder=row.embedder_name,
+        chunk_tokens=row.max_chunk_tokens,
+        block_size=row.block_size,
+        prefill="eager" if row.prefill == "eager" else "on_first_use",
+        system_prompt=row.system_prompt,
+        prefix_tokens=len(row.prefix_ids),
+        counts=CollectionCounts(
+            documents=counts.documents,
+            chunks=counts.chunks,
+            tokens=counts.tokens,
+            kv_files=counts.kv_files,
+        ),
+        kv_bytes=counts.kv_bytes,
+        by_status={"pending": counts.pending, "ready": counts.ready, "failed": counts.failed},
+        created_at=_time(row.created_at),
+    )
+
+
+def document_reply(row: DocumentRow, collection: str) -> Document:
+    return Document(
+        id=row.id,
+        external_id=row.external_id,
+        collection=collection,
+        title=row.title,
+        metadata=_metadata(row.metadata),
+        status=row.status,
+        content_hash=row.content_hash,
+        bytes=row.text_bytes,
+        chunks=row.num_chunks,
+        tokens=row.num_tokens,
+        created_at=_time(row.created_at),
+        updated_at=_time(row.updated_at),
+        error=problem_reply(row.error) if row.error else None,
+    )
+
+
+def accepted_reply(
+    accepted: rows.AcceptedDocument, now: DocumentRow | None, notes: Sequence[str]
+) -> AcceptedDocument:
+    """`now`: the document as its finished job left it."""
+    document = now or accepted.document
+    return AcceptedDocument(
+        id=document.id,
+        external_id=document.external_id,
+        content_hash=document.content_hash,
+        outcome=accepted.outcome,
+        status=document.status,
+        notes=list(notes),
+    )
+
+
+def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
+    problems = [problem_reply(item.error) for item in items if item.error]
+    if row.error:
+        problems.append(problem_reply(row.error))
+    return Job(
+        id=row.id,
+        kind=row.kind,
+        collection=collection,
+        status=row.status,
+        progress=JobProgress(stage=row.stage, done=row.done, total=row.total, unit=row.unit),
+        counts=msgspec.convert(dict(row.counts), JobCounts),
+        errors=problems,
+        attempts=row.attempts,
+        created_at=_time(row.created_at),
+        started_at=_time(row.started_at),
+        finished_at=_time(row.finished_at),
+    )
+
+
+def problem_reply(stored: Mapping[str, object]) -> Problem:
+    """A problem as it was stored (`stored_problem`), possibly by an older memkv."""
+    code = str(stored.get("code", "internal_error"))
+    return Problem(
+        type=str(stored.get("type", "about:blank")),
+        title=str(stored.get("title", code)),
+        status=int(str(stored.get("status", 500))),
+        detail=str(stored.get("detail", "")),
+        code=code,
+        hint=str(stored.get("hint", "")),
+    )
+
+
+def stored_problem(error: MemKVError) -> dict[str, object]:
+    """A problem as the database keeps it."""
+    stored: dict[str, object] = msgspec.to_builtins(problem_for(error))
+    return stored
+
+
+def stats_reply(store: Mapping[str, Any], engine: EngineStats) -> StoreStats:
+    states = [field.name for field in fields(BlockCounts)]
+    return StoreStats(
+        store_id=store["store_id"],
+        data_dir=store["data_dir"],
+        generation=store["generation"],
+        collections=store["collections"],
+        documents=sum(store[f"documents_{status}"] for status in ("pending", "ready", "failed")),
+        chunks=store["chunks"],
+        tokens=store["tokens"],
+        kv_files=store["kv_files"],
+        kv_bytes=store["kv_bytes"],
+        database={name: str(value) for name, value in store["database"].items()},
+        warnings=list(store["warnings"]),
+        pool={state: sum(getattr(lane.blocks, state) for lane in engine.lanes) for state in states},
+        counters=dict(store["chunk_store"]),
+    )
+
+
+def page_rows(page: PageRequest) -> rows.PageRequest:
+    return rows.PageRequest(
+        limit=page.limit, order=page.order, after=page.after or None, before=page.before or None
+    )
+
+
+def page_reply(page: rows.Page[R], convert: Callable[[R], T], id_of: Callable[[T], str]) -> Page[T]:
+    data = [convert(row) for row in page.rows]
+    return Page(
+        data=data,
+        has_more=page.has_more,
+        first_id=id_of(data[0]) if data else "",
+        last_id=id_of(data[-1]) if data else "",
+    )
+
+
+def _time(moment: datetime | None) -> str:
+    return "" if moment is None else moment.isoformat(timespec="milliseconds")
+
+
+def _metadata(stored: Mapping[str, object]) -> dict[str, Any]:
+    return dict(stored)

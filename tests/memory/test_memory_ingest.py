@@ -1,0 +1,240 @@
+"""Documents in: once, durable, and cheap to send again."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from memkv.errors import (
+    BadRequestError,
+    CollectionExists,
+    CollectionNotFound,
+    ConflictError,
+    DocumentNotFound,
+    EmptyDocument,
+    FingerprintMismatch,
+    PayloadTooLargeError,
+    StoreLocked,
+    UnprocessableDocumentError,
+    UnsupportedMediaTypeError,
+)
+from memkv.memory import Memory
+from memkv.wire import (
+    Accepted,
+    CollectionCreate,
+    DocumentCreate,
+    DocumentUpload,
+    JobCounts,
+    PageRequest,
+    QueryRequest,
+    SearchRequest,
+)
+
+
+def paragraphs(count: int, *, seed: str = "") -> list[str]:
+    return [
+        f"Paragraph {i}{seed} of the register. On day {i * 7 % 365} the keeper counted {i * 13 % 97} ships. "
+        f"The wind came from quarter {i % 8}, and the barometer stood at {940 + i * 11 % 90} hectopascal."
+        for i in range(count)
+    ]
+
+
+def ingest(memory: Memory, text: str, external_id: str = "doc", collection: str = "c") -> Accepted:
+    return memory.ingest(collection, [DocumentCreate(text=text, external_id=external_id)], wait=120)
+
+
+def counts(accepted: Accepted) -> JobCounts:
+    assert accepted.job is not None
+    assert accepted.job.status == "succeeded", accepted.job
+    return accepted.job.counts
+
+
+def test_an_unchanged_document_costs_no_prefill(open_memory) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    text = "\n\n".join(paragraphs(6))
+    first = ingest(memory, text)
+    assert first.documents[0].outcome == "created"
+    assert first.documents[0].status == "ready"
+    assert counts(first).chunks_prefilled == counts(first).chunks > 3
+    again = ingest(memory, text)
+    assert again.documents[0].outcome == "unchanged"
+    assert again.documents[0].id == first.documents[0].id
+    assert again.job is None
+    other = ingest(memory, text, external_id="copy")
+    assert other.documents[0].outcome == "created"
+    assert counts(other).chunks_prefilled == 0, "the same chunks of the same tenant share their KV"
+
+
+def test_editing_one_paragraph_of_a_hundred_chunks_prefills_at_most_three(open_memory) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=96))
+    texts = paragraphs(160)
+    first = counts(ingest(memory, "\n\n".join(texts)))
+    assert first.chunks >= 100
+    for place in (0, 77, 159):
+        texts[place] = f"An altered paragraph stands at place {place}, and it is quite unlike the others."
+        changed = counts(ingest(memory, "\n\n".join(texts)))
+        assert 1 <= changed.chunks_prefilled <= 3
+        assert changed.chunks_reused + changed.chunks_prefilled == changed.chunks
+    found = memory.search(SearchRequest(query="An altered paragraph stands at place 77", collection="c"))
+    assert "place 77" in found.data[0].text
+
+
+def test_prefill_on_first_use_makes_a_document_searchable_without_kv(open_memory) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64, prefill="on_first_use"))
+    done = counts(ingest(memory, "\n\n".join(paragraphs(3))))
+    assert done.chunks_prefilled == 0
+    assert memory.get_collection("c").counts.kv_files == 0
+    question = QueryRequest(query="How many ships on day 7?", collection="c", policy="map", top_k=2)
+    first = memory.query(question)
+    assert first.reuse.healed_chunks == 3, "two chunks and the prefix"
+    assert memory.get_collection("c").counts.kv_files == 3
+    second = memory.query(question)
+    assert second.reuse.healed_chunks == 0
+    assert second.usage.prefilled_tokens < first.usage.prefilled_tokens
+
+
+def test_an_update_serves_the_old_text_until_the_new_one_is_ready(open_memory) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    ingest(memory, "The bell at the north pier rings at noon.")
+    updated = ingest(memory, "The bell at the north pier rings at midnight.")
+    assert updated.documents[0].outcome == "updated"
+    found = memory.search(SearchRequest(query="When does the bell ring?", collection="c"))
+    assert [hit.text for hit in found.data] == ["The bell at the north pier rings at midnight."]
+    assert memory.get_collection("c").counts.documents == 1
+
+
+def test_a_forgotten_document_is_gone_at_once_and_its_files_with_it(open_memory, tmp_path: Path) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    ingest(memory, "The canary's name is Zanzibar.", "canary")
+    ingest(memory, "Slate is split along its grain.", "slate")
+    memory.forget("c", "canary")
+    assert all(
+        "Zanzibar" not in hit.text
+        for hit in memory.search(SearchRequest(query="Zanzibar", collection="c")).data
+    )
+    with pytest.raises(DocumentNotFound):
+        memory.get_document("c", "canary")
+    with pytest.raises(DocumentNotFound):
+        memory.forget("c", "canary")
+    files = list((tmp_path / "data" / "blocks").rglob("*.kv"))
+    assert len(files) == memory.store_stats().kv_files == 2, "the prefix's and the other document's"
+
+
+def test_collections_are_made_once_and_found_by_name(open_memory) -> None:
+    memory = open_memory()
+    made = memory.create_collection(CollectionCreate(name="c", metadata={"team": "north"}))
+    with pytest.raises(CollectionExists):
+        memory.create_collection(CollectionCreate(name="c"))
+    again = memory.create_collection(CollectionCreate(name="c", metadata={"team": "north"}), exist_ok=True)
+    assert again.id == made.id
+    with pytest.raises(ConflictError, match="metadata"):
+        memory.create_collection(CollectionCreate(name="c", metadata={"team": "south"}), exist_ok=True)
+    memory.create_collection(CollectionCreate(name="d"))
+    page = memory.list_collections(PageRequest(limit=1))
+    assert [c.name for c in page.data] == ["c"]
+    assert page.has_more
+    rest = memory.list_collections(PageRequest(limit=1, after=page.last_id))
+    assert [c.name for c in rest.data] == ["d"]
+    assert not rest.has_more
+    memory.delete_collection("d")
+    with pytest.raises(CollectionNotFound):
+        memory.get_collection("d")
+
+
+@pytest.mark.parametrize(
+    ("document", "error"),
+    [
+        (DocumentCreate(text=""), EmptyDocument),
+        (DocumentCreate(text=" \n\t\u200b"), EmptyDocument),
+        (DocumentCreate(text="a\x00b"), UnprocessableDocumentError),
+        (DocumentCreate(text="a\udc80b"), UnprocessableDocumentError),
+        (DocumentCreate(text="x" * 2001), PayloadTooLargeError),
+        (DocumentUpload(data=b"\xff\xfe\xfd\x00\x80", filename="a.txt"), UnprocessableDocumentError),
+        (DocumentUpload(data=b"%PDF-1.7", filename="a.pdf"), UnsupportedMediaTypeError),
+        (DocumentUpload(data=b"PK\x03\x04", filename="a.txt"), UnsupportedMediaTypeError),
+        (DocumentCreate(text="a", external_id="x" * 600), BadRequestError),
+        (DocumentCreate(text="a", title="t\ud800"), BadRequestError),
+        (DocumentCreate(text="a", metadata={"n": 2**70}), BadRequestError),
+    ],
+)
+def test_a_document_that_cannot_be_kept_is_refused_whole(open_memory, document, error) -> None:
+    memory = open_memory(ingest__max_document_bytes=2000)
+    memory.create_collection(CollectionCreate(name="c"))
+    good = DocumentCreate(text="A good neighbour.", external_id="good")
+    with pytest.raises(error) as caught:
+        memory.ingest("c", [good, document], wait=10)
+    assert caught.value.detail
+    assert memory.list_documents("c", PageRequest()).data == [], "all or none"
+    assert ingest(memory, "A good neighbour.", "good").documents[0].status == "ready"
+
+
+def test_unknown_names_are_errors_with_a_hint(open_memory) -> None:
+    memory = open_memory()
+    with pytest.raises(CollectionNotFound) as caught:
+        memory.ingest("nowhere", [DocumentCreate(text="a")])
+    assert caught.value.hint
+    with pytest.raises(CollectionNotFound):
+        memory.search(SearchRequest(query="a", collection="nowhere"))
+
+
+def test_many_threads_that_send_one_document_make_one(open_memory) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    outcomes: list[str] = []
+
+    def send() -> None:
+        outcomes.append(ingest(memory, "The same text from everyone.").documents[0].outcome)
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["created"] + ["unchanged"] * 7
+    assert memory.get_collection("c").counts.documents == 1
+
+
+def test_a_second_memory_on_the_same_store_is_refused(open_memory) -> None:
+    open_memory()
+    with pytest.raises(StoreLocked, match="process") as caught:
+        open_memory()
+    assert caught.value.hint
+
+
+def test_another_model_never_uses_the_collections_kv(open_memory, tiny_model_dir) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    ingest(memory, "The pier is made of oak.")
+    memory.close()
+    for flags, field in (
+        ({"model__model": str(tiny_model_dir("qwen2"))}, "weights_digest"),
+        ({"kv__dtype": "float32"}, "kv_dtype"),
+    ):
+        other = open_memory(**flags)
+        with pytest.raises(FingerprintMismatch, match=field) as caught:
+            other.query(QueryRequest(query="What is the pier made of?", collection="c"))
+        assert caught.value.hint
+        other.close()
+    back = open_memory()
+    answer = back.query(QueryRequest(query="What is the pier made of?", collection="c", policy="map"))
+    assert answer.reuse.healed_chunks == 0
+
+
+def test_an_interrupted_job_goes_on_after_the_next_start(open_memory) -> None:
+    memory = open_memory(ingest__batch_chunks=1)
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    documents = [DocumentCreate(text=text, external_id=str(i)) for i, text in enumerate(paragraphs(40))]
+    accepted = memory.ingest("c", documents)
+    assert accepted.job is not None
+    memory.close()
+    again = open_memory()
+    job = again.wait_job(accepted.job.id, 120)
+    assert job.status == "succeeded"
+    assert again.get_collection("c").by_status == {"pending": 0, "ready": 40, "failed": 0}
