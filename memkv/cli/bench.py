@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, output_options, table
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options
@@ -31,6 +32,7 @@ def compare(rounds: int, target: Target, out: Output) -> None:
     8 chunks of 256 tokens, 32 question tokens, blocks resident, retrieval included. Works in a temporary
     directory, inside --data-dir where that is given.
     """
+    log_warnings_to_stderr()
     with steps(out) as tell:
         tell("loading the models")
         from memkv.bench.compare import Shape, run_comparison

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, output_options, printable, table
 from memkv.cli.progress import bar, steps
 from memkv.cli.query import source_lines
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 COLLECTION = "handbook"
 QUESTIONS = (
-    "What is the name of the supply boat?",
-    "Who is the principal keeper?",
     "Which radio channel is for emergencies?",
+    "Who is the principal keeper?",
+    "How strong was the strongest wind?",
 )
 # How a question is answered: the name shown, reuse and policy.
 WAYS: tuple[tuple[str, Reuse, str], ...] = (
@@ -91,6 +92,7 @@ def handbook() -> list[DocumentUpload]:
 
 
 def _open(target: Target, out: Output) -> Memory:
+    log_warnings_to_stderr()
     with steps(out) as tell:
         tell("loading the models")
         from memkv.memory import Memory

@@ -75,6 +75,8 @@ def query(
         out.json(response)
     elif not out.quiet:
         tell(response)
+        if response.reuse.fallback_reason:
+            out.note(f"note: {response.reuse.fallback_reason}")
 
 
 def tell(response: QueryResponse) -> None:
@@ -111,8 +113,6 @@ def usage_line(response: QueryResponse) -> str:
     ]
     if reuse.healed_chunks:
         parts.append(f"{reuse.healed_chunks} chunks healed")
-    if reuse.fallback_reason:
-        parts.append(f"fell back: {reuse.fallback_reason}")
     return " · ".join(parts)
 
 

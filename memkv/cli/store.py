@@ -8,6 +8,7 @@ from pathlib import Path
 
 import rich_click as click
 
+from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, bytes_text, output_options
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options, target_options
@@ -55,6 +56,7 @@ def verify(ctx: click.Context, full: bool, repair: bool, target: Target, out: Ou
     Needs the store for itself: stop a server that runs on it.
     """
     config = target.config()
+    log_warnings_to_stderr()
     start = time.monotonic()
     with steps(out) as tell:
         tell("verifying")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output
 from memkv.cli.progress import steps
 
@@ -51,6 +52,7 @@ class Target:
                 yield client
             return
         config = self.config()
+        log_warnings_to_stderr()
         with steps(out) as tell:
             client = MemKV.local(config=config, on_progress=tell)
         with client:

@@ -1,7 +1,7 @@
 """Runs import-linter on an assembled tree: `python tests/docs/lint_imports.py build/tree`.
 
-The finder of an editable installation would answer `import memkv` with the checkout, where api/ and migrations/
-do not stand inside the package; it is taken out first.
+The finder of an editable installation would answer `import memkv` with the checkout, where api/ and
+migrations/ do not stand inside the package; it is taken out first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,161 @@
+"""Writes the generated parts of README.md: `python tests/docs/write_readme.py`. A test compares.
+
+Each stands between `<!-- made by tests/docs/write_readme.py: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memkv.cli import main
+from memkv.cli.settings import MEANING, variable_of
+from memkv.config import Config
+from memkv.store import block_file
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+MEASURED = ROOT / "tests" / "bench" / "results" / "compare-smollm2.json"
+
+_PART = re.compile(r"(<!-- made by tests/docs/write_readme\.py: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_WAYS = {
+    "off": "everything computed",
+    "exact": "prefix and first chunk mapped; the same answer as `off`",
+    "head": "all chunks mapped, the first block of each later one computed",
+    "map": "all chunks mapped",
+}
+
+
+def headline() -> str:
+    """The one number of the first screen."""
+    found = _measured()
+    return (
+        f"On {found['cpu']}, with {found['shape']['chunks']} retrieved chunks of "
+        f"{found['shape']['chunk_tokens']} tokens and {_model_text(found)}, the first token of the answer comes "
+        f"after **{found['ttft_ms']['map']:.0f} ms instead of {found['ttft_ms']['off']:.0f} ms: "
+        f"{found['speedup']['map']:.0f} times sooner** when all blocks are mapped (an approximation, see "
+        f"[below](#what-reuse-costs)), {found['speedup']['head']:.0f} times sooner with one block of each chunk "
+        f"computed afresh.\n"
+    )
+
+
+def speed() -> str:
+    """The whole comparison."""
+    found = _measured()
+    rows = [
+        f"| `{way}` | {_WAYS[way]} | {found['prefilled_tokens'][way]} | {ttft:.0f} ms | {found['speedup'][way]:.1f} x |"
+        for way, ttft in found["ttft_ms"].items()
+    ]
+    rates = [
+        ("CPU attention kernel, KV larger than the last-level cache", f"reads {found['kernel_read_gbs']:.1f} GB/s"),
+        ("the machine, same run", f"reads {found['machine_read_gbs']:.1f} GB/s"),
+        ("ingest, text to blocks on disk", f"{found['ingest_tokens_per_s']:.0f} tokens/s"),
+        ("transformers' own forward pass, same ids, threads and batch", f"{found['model_tokens_per_s']:.0f} tokens/s"),
+        ("decode, one sequence", f"{found['decode_tokens_per_s']:.0f} tokens/s"),
+    ]
+    threads = " and ".join(f"{count} {name}" for name, count in found["threads"].items())
+    return "\n".join(
+        [
+            f"{found['cpu']}, {threads} threads, {_model_text(found)}, KV in {found['kv_dtype']}, "
+            f"block size {found['shape']['block_size']}, blocks resident, retrieval included, "
+            f"{found['shape']['question_tokens']} question tokens; medians of {found['shape']['rounds']}.",
+            "",
+            "| reuse | | tokens computed | first token | sooner |",
+            "| --- | --- | --: | --: | --: |",
+            *rows,
+            "",
+            "| | |",
+            "| --- | --: |",
+            *(f"| {name} | {value} |" for name, value in rates),
+            "",
+        ]
+    )
+
+
+def configuration() -> str:
+    """Every key, its default and its variable."""
+    rows = [
+        f"| `{key}` | `{_default(value)}` | `{variable_of(key)}` | {MEANING[key]} |"
+        for key, value, _ in Config().items()
+    ]
+    return "\n".join(["| key | default | variable | |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def commands() -> str:
+    """Every command with its options."""
+    return "\n".join(line for path, command in _leaves(main, "memkv") for line in _command(path, command))
+
+
+def block_format() -> str:
+    """The layout that the store's own docstring draws."""
+    drawing = (block_file.__doc__ or "").split("\n\n")[1]
+    return f"```\n{drawing}\n```\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "speed": speed,
+    "configuration": configuration,
+    "commands": commands,
+    "block-file": block_format,
+}
+
+
+def rendered(text: str) -> str:
+    """`text` with its generated parts made anew."""
+    return _PART.sub(lambda part: part[1] + PARTS[part[2]]() + part[3], text)
+
+
+def _measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return found
+
+
+def _model_text(found: dict[str, Any]) -> str:
+    return {"smollm2-135m-instruct": "SmolLM2-135M-Instruct"}.get(found["model"], str(found["model"]))
+
+
+def _default(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'
+
+
+def _leaves(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for name in sorted(command.commands):
+            yield from _leaves(command.commands[name], f"{path} {name}")
+    else:
+        yield path, command
+
+
+def _command(path: str, command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=path)
+    usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
+    yield f"**`{path}{f' {usage}' if usage else ''}`** {' '.join((command.help or '').split())}\n"
+    own = [parameter for parameter in command.params if parameter.name not in _SHARED]
+    records = [record for parameter in own if (record := parameter.get_help_record(context)) and record[1]]
+    for name, meaning in records:
+        yield f"- `{name}` {' '.join(meaning.split())}"
+    names = {parameter.name for parameter in command.params}
+    shared = [title for title, members in _SETS.items() if members <= names]
+    if shared:
+        yield f"- {' and '.join(shared)} options"
+    yield ""
+
+
+# Options that many commands share are listed once, in the README's own words.
+_SETS = {
+    "*server*": {"url"},
+    "*embedded*": {"data_dir", "model", "embedder", "file"},
+    "*output*": {"output_format", "quiet"},
+}
+_SHARED = set().union(*_SETS.values())
+
+if __name__ == "__main__":
+    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
