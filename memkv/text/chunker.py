@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkv.text.borders import find_borders, ranks_at
-from memkv.text.prompt import CHUNK_END, MAX_TITLE, chunk_label
+from memkv.text.prompt import MAX_TITLE, chunk_label, chunk_piece
 from memkv.text.sentences import BREAKS
 
 MAX_TOKENS = 256
@@ -40,7 +40,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """`text` is the document's text[start:end], in code points; `token_ids` hold label, text, empty line."""
+    """`text` is the document's text[start:end], in code points; `token_ids` are those of `chunk_piece`."""
 
     ordinal: int
     start: int
@@ -60,13 +60,15 @@ def chunk_text(text: str, title: str, tokenizer: Encoder, max_tokens: int = MAX_
     """
     if max_tokens < MIN_TOKENS:
         raise ValueError(f"a chunk needs at least {MIN_TOKENS} tokens, not {max_tokens}")
+    if not text.strip():
+        return []
     label = _fitting_label(title, tokenizer, max_tokens // 4)
-    budget = max_tokens - len(tokenizer.encode(label)) - len(tokenizer.encode(CHUNK_END))
+    budget = max_tokens - len(tokenizer.encode(chunk_piece(label, "")))
     chunks: list[TextChunk] = []
     waiting = [(start, end, budget) for start, end in reversed(_spans(text, tokenizer, budget))]
     while waiting:
         start, end, room = waiting.pop()
-        token_ids = tokenizer.encode(label + text[start:end] + CHUNK_END)
+        token_ids = tokenizer.encode(chunk_piece(label, text[start:end]))
         excess = len(token_ids) - max_tokens
         if excess > 0:  # label and pieces gave more tokens together than apart: cut this one smaller
             room -= excess

@@ -1,10 +1,12 @@
 """The pieces of a prompt: prefix, chunks, tail. Each is tokenised apart, so that each can be reused apart.
 
     prefix   template head, system prompt, beginning of the user's turn      the same for a whole collection
-    chunk    label, text, an empty line                                      the same wherever it is mapped
+    chunk    label, text                                                     the same wherever it is mapped
     tail     question, end of the turn, beginning of the answer              always fresh
 
-Only the template's own text may hold control tokens; system prompt, chunks and question are plain text.
+Only the template's own text may hold control tokens; system prompt, chunks and question are plain text. The
+empty line between two pieces is a line end of the first and one of the second: both at the end of a piece
+would be one token, which running text never has there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ SYSTEM_PROMPT = (
     "Use only what the documents say, and answer in a few complete sentences. "
     "If they do not contain the answer, say that you do not know."
 )
-INSTRUCTION = "Read these documents. A question about them follows.\n\n"
-CHUNK_END = "\n\n"
+INSTRUCTION = "Read these documents. A question about them follows.\n"
 MAX_TITLE = 80  # characters of a title that a label keeps
 
 
@@ -77,13 +78,9 @@ class PromptTemplate:
             ids += tokenizer.encode_template(head) + tokenizer.encode(text)
         return cls(tuple(ids), form, tokenizer, tail)
 
-    def label_text(self, title: str) -> str:
-        """What stands in front of each chunk of a document."""
-        return chunk_label(title)
-
     def tail_ids(self, question: str) -> list[int]:
         """Everything behind the last chunk, up to where the answer begins."""
-        asked = self.tokenizer.encode(f"Question: {question.strip()}")
+        asked = self.tokenizer.encode(f"\nQuestion: {question.strip()}")
         if self.form == "plain":
             return asked + self.tokenizer.encode(self.answer_start)
         return asked + self.tokenizer.encode_template(self.answer_start)
@@ -95,6 +92,11 @@ def chunk_label(title: str) -> str:
     if len(title) > MAX_TITLE:
         title = title[: MAX_TITLE - 1].rstrip() + "…"
     return f"Document: {title}\n" if title else "Document:\n"
+
+
+def chunk_piece(label: str, text: str) -> str:
+    """The chunk as it stands in a prompt."""
+    return f"\n{label}{text}\n"
 
 
 # Words that no template trims, translates or looks for.

@@ -12,6 +12,7 @@ start of a prompt and wrong for pieces that stand in the middle of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,8 @@ class ModelTokenizer(Protocol):
 
     @property
     def chat_template(self) -> Any: ...
+
+    def get_chat_template(self) -> str: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
@@ -102,11 +105,11 @@ class TextTokenizer:
         try:
             rendered = self._chat.apply_chat_template(
                 list(messages),
+                chat_template=_FIXED_CLOCK + self._chat.get_chat_template(),
                 tokenize=False,
                 add_generation_prompt=True,
                 enable_thinking=False,
                 date_string=_FIXED_DATE,
-                strftime_now=lambda _format: _FIXED_DATE,
             )
         except (TemplateError, ValueError, TypeError):  # what templates raise, and what raises without one
             return None
@@ -137,20 +140,23 @@ class TextTokenizer:
         waiting = [(encoding, text, at)]
         while waiting:
             encoding, text, at = waiting.pop()
-            cut = self._first_control(encoding)
-            if cut is None:
+            cuts = self._control_cuts(encoding)
+            if not cuts:
                 yield encoding, at
                 continue
-            head, tail = text[:cut], text[cut:]
-            waiting.append((self._plain.encode(tail, add_special_tokens=False), tail, at + cut))
-            waiting.append((self._plain.encode(head, add_special_tokens=False), head, at))
+            edges = [0, *cuts, len(text)]
+            for start, end in reversed(list(itertools.pairwise(edges))):
+                piece = text[start:end]
+                waiting.append((self._plain.encode(piece, add_special_tokens=False), piece, at + start))
 
-    def _first_control(self, encoding: Encoding) -> int | None:
-        """Where to cut the text so that its first control token cannot form; None where there is none."""
-        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self._control and end - start > 1:
-                return start + 1
-        return None
+    def _control_cuts(self, encoding: Encoding) -> list[int]:
+        """Where to cut the text so that none of its control tokens can form."""
+        if self._control.isdisjoint(encoding.ids):
+            return []
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        return [
+            start + 1 for token_id, (start, end) in spans if token_id in self._control and end - start > 1
+        ]
 
 
 class StreamDecoder:
@@ -190,6 +196,8 @@ class StreamDecoder:
 
 _REPLACEMENT = "\ufffd"
 _FIXED_DATE = "01 Jan 2025"
+# Hides the function of the same name that transformers gives to templates.
+_FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _FIXED_DATE + "{%- endmacro -%}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SLICE = 8_192  # characters; above that encoding costs more than linear time and memory
 _BATCH = 2_048
