@@ -48,5 +48,5 @@ def create_app(memory: Memory, config: Config, *, drain: Drain | None = None) ->
         logging_config=None,
         debug=False,
     )
-    app.asgi_handler = Edge(app.asgi_handler, drain, max_body_bytes=config.server.max_body_bytes)
+    app.asgi_handler = Edge(app.asgi_handler, drain, config.server)
     return app

@@ -1,7 +1,7 @@
 """The outermost layer of the server: what is decided about a request before anything reads its body.
 
-request id -> access log -> draining? -> encoding? -> announced length? -> the application
-                                                                          its body is counted as it is read
+Request id and access log; then whether the server drains, who asks, the body's encoding and its announced
+length. The body itself is counted as the application reads it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,21 @@ from memkv.api.errors import (
     problem_of,
 )
 
-from memkv.errors import EngineClosed, MemKVError, PayloadTooLargeError, UnsupportedMediaTypeError
+from memkv.config import ServerConfig
+from memkv.errors import (
+    EngineClosed,
+    MemKVError,
+    PayloadTooLargeError,
+    PermissionDeniedError,
+    UnsupportedMediaTypeError,
+)
+from memkv.loopback import is_loopback
 
 PROBES = frozenset({"/healthz", "/readyz"})
 BODY_SECONDS = 120.0  # for the whole body: a client that drips it does not hold a request open for ever
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_PORT = re.compile(r":\d*$")
 _log = structlog.get_logger("memkv.api.access")
 
 
@@ -41,13 +50,16 @@ class Edge:
     Args:
         app: the application.
         drain: counts the requests and refuses new ones once the server is about to stop.
-        max_body_bytes: a longer body is 413 before it is read, or as soon as that much of it has come.
+        config: a body longer than its `max_body_bytes` is 413 before it is read, or as soon as that much of
+            it has come. Unless `insecure`, the server is addressed as this machine and by nothing else: a
+            web page that the user happens to visit reaches it neither under a name of its own that resolves
+            to 127.0.0.1, nor by sending forms across sites.
     """
 
-    def __init__(self, app: ASGIApp, drain: Drain, *, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, config: ServerConfig) -> None:
         self._app = app
         self._drain = drain
-        self._max_body_bytes = max_body_bytes
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
@@ -73,11 +85,16 @@ class Edge:
             await _send_problem(refusal, exchange, tracked_send)
             return
         with self._drain.request():
-            await self._app(scope, _BodyReader(receive, self._max_body_bytes), tracked_send)
+            await self._app(scope, _BodyReader(receive, self._config.max_body_bytes), tracked_send)
 
     def _refusal(self, exchange: _Exchange) -> MemKVError | None:
         if self._drain.draining:
             return EngineClosed("the server is about to stop", hint="try another server, or again later")
+        if not self._config.insecure and self._is_foreign(exchange):
+            return PermissionDeniedError(
+                "this server answers this machine only",
+                hint="ask for it as 127.0.0.1 or localhost; behind a proxy, set server.insecure",
+            )
         encoding = exchange.header(b"content-encoding")
         if encoding and encoding.lower() != "identity":
             return UnsupportedMediaTypeError(
@@ -85,9 +102,15 @@ class Edge:
                 hint="send it uncompressed",
             )
         length = exchange.header(b"content-length")
-        if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            return too_large(self._max_body_bytes)
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
+            return too_large(self._config.max_body_bytes)
         return None
+
+    def _is_foreign(self, exchange: _Exchange) -> bool:
+        if exchange.header(b"sec-fetch-site") in ("cross-site", "same-site"):
+            return exchange.scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        host = _PORT.sub("", exchange.header(b"host"))
+        return host not in ("", self._config.host) and not is_loopback(host)
 
 
 def too_large(max_body_bytes: int) -> PayloadTooLargeError:

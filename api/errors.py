@@ -49,6 +49,7 @@ _RETRY_AFTER: Mapping[type[MemKVError], int] = {
 
 _DESCRIPTIONS = {
     400: "The request is malformed or breaks a rule",
+    403: "The request does not come from this machine",
     404: "There is no such thing",
     409: "It exists already, or does not fit what the store holds",
     413: "The body, or the prompt, is too large",
@@ -86,7 +87,7 @@ def problems(*statuses: int) -> dict[int, ResponseSpec]:
             description=_DESCRIPTIONS[status],
             generate_examples=False,
         )
-        for status in sorted({*statuses, 400, 500, 503})
+        for status in sorted({*statuses, 400, 403, 500, 503})
     }
 
 

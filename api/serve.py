@@ -7,7 +7,6 @@ are over, or on a second signal, what still runs is told so (an `error` event, o
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from memkv.api.protocol import HTTPProtocol
 
 from memkv.config import Config, ServerConfig
 from memkv.errors import ConfigError
+from memkv.loopback import is_loopback
 
 if TYPE_CHECKING:
     from memkv.memory import Memory
@@ -145,16 +145,12 @@ def _resolve(config: ServerConfig) -> tuple[socket.AddressFamily, str]:
             hint="127.0.0.1 for this machine only",
         ) from error
     addresses = [str(entry[4][0]) for entry in found]
-    if not config.insecure and not all(_is_loopback(address) for address in addresses):
+    if not config.insecure and not all(is_loopback(address) for address in addresses):
         raise ConfigError(
             f"server.host = {config.host} would let other machines in, and nothing checks who asks",
             hint="listen on 127.0.0.1, or say --insecure (server.insecure) where the network is trusted",
         )
     return found[0][0], addresses[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _bind_error(config: ServerConfig, error: OSError) -> ConfigError:

@@ -29,7 +29,7 @@ class JobsController(Controller):
     path = "/v1/jobs"
     tags = ("jobs",)
 
-    @get(summary="List jobs", operation_id="list_jobs", responses=problems())
+    @get(summary="List jobs", operation_id="list_jobs", responses=problems(404))
     async def list_jobs(
         self,
         calls: NamedDependency[MemoryCalls],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import ssl
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from memkv.errors import (
     ConfigError,
     UnprocessableDocumentError,
 )
+from memkv.loopback import is_loopback
 from memkv.sdk.requests import Call
 from memkv.wire import DocumentUpload
 
@@ -71,7 +71,7 @@ class Endpoint:
             "headers": headers,
             "timeout": httpx2.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT)),
             # A proxy from the environment is not asked for a server on this machine.
-            "trust_env": not _is_loopback(url.host),
+            "trust_env": not is_loopback(url.host),
         }
         if url.scheme == "http":
             # Without TLS no certificates are needed, and reading them takes 0.15 s; this context trusts none.
@@ -146,10 +146,3 @@ def _timeout_of(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"MEMKV_TIMEOUT = {text!r} is no number of seconds", hint="such as 600")
     return seconds
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -56,13 +56,13 @@ class TestSize:
 
     def test_refused_by_its_length_before_it_comes(self, server: LiveServer) -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 99999999999999999999\r\n\r\n".encode())
             assert sock.recv(65536).startswith(b"HTTP/1.1 413")
 
     def test_a_body_that_ends_early(self, server: LiveServer, fake: FakeMemory) -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f'{head}Content-Length: 50\r\n\r\n{{"text":'.encode())
         assert httpx2.get(f"{server.url}/healthz").status_code == 200
         assert "ingest" not in fake.calls

@@ -327,7 +327,7 @@ class TestQueries:
         problem(http.post(route, json={**body, "query": ""}), 400, "bad_request")
         problem(http.post(route, json={**body, "top_k": 0}), 400, "bad_request")
         problem(http.post(route, json={**body, "topk": 1}), 400, "bad_request")
-        problem(http.post(route, json={**body, "filter": {"type": "no"}}), 400, "filter_invalid")
+        problem(http.post(route, json={**body, "filter": {"type": "eq"}}), 400, "filter_invalid")
 
     def test_problems_of_a_query(self, http: httpx2.Client, lighthouse: str) -> None:
         body = {"query": "q", "collection": lighthouse}

@@ -240,6 +240,39 @@ def test_a_dripping_body_is_cut(fake_http: httpx2.Client, monkeypatch: pytest.Mo
     monkeypatch.setattr("memkv.api.edge.BODY_SECONDS", 0.3)
     port = fake_http.base_url.port
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
-        head = b"POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(head + b"Content-Length: 9\r\n\r\n{")
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+class TestWhoMayAsk:
+    """A web page in the user's browser must not reach a server that nothing but loopback protects."""
+
+    @pytest.mark.parametrize(
+        "host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.9.9.9:1"]
+    )
+    def test_this_machine(self, fake_http: httpx2.Client, host: str) -> None:
+        assert fake_http.get("/v1/info", headers={"Host": host}).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1"]
+    )
+    def test_a_foreign_name(self, fake_http: httpx2.Client, host: str) -> None:
+        refused = fake_http.get("/v1/info", headers={"Host": host})
+        assert (refused.status_code, refused.json()["code"]) == (403, "permission_denied")
+        assert "server.insecure" in refused.json()["hint"]
+        assert fake_http.get("/healthz", headers={"Host": host}).status_code == 200
+
+    def test_a_foreign_page(self, fake_http: httpx2.Client) -> None:
+        fake_http.put("/v1/collections/c", json={})
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            headers = {"Sec-Fetch-Site": site}
+            files = [("file", ("a.txt", b"text"))]
+            sent = fake_http.post("/v1/collections/c/documents", files=files, headers=headers)
+            assert sent.status_code == status
+
+    def test_unless_told_otherwise(self) -> None:
+        config = Config(server=ServerConfig(port=0, insecure=True))
+        with live_server(FakeMemory(), config) as server:
+            response = httpx2.get(f"{server.url}/v1/info", headers={"Host": "memkv.example"})
+        assert response.status_code == 200

@@ -37,7 +37,7 @@ def open_stream(server: LiveServer, body: dict[str, Any] | None = None) -> socke
     """A socket on which a streamed query has been sent and nothing been read."""
     content = json.dumps(body or {**QUERY, "stream": True}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    head = "POST /v1/query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sock.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return sock
 
