@@ -50,6 +50,7 @@ class Database:
         self.busy_seconds = busy_seconds
         self._writer = threading.Lock()
         self._epoch: int | None = None
+        self._closed = False
         self._engine = (
             _sqlite_engine(url, busy_seconds) if self.is_sqlite else _postgres_engine(url, busy_seconds)
         )
@@ -145,10 +146,14 @@ class Database:
         return found + [f"{row[0]} row {row[1]} refers to a missing row of {row[2]}" for row in broken]
 
     def close(self) -> None:
+        """Whatever comes later is refused: the store's lock is about to go."""
+        self._closed = True
         self._engine.dispose()
 
     @contextmanager
     def _begin(self, *, write: bool) -> Iterator[Connection]:
+        if self._closed:
+            raise DatabaseUnavailable("the store is closed", hint="open it again")
         options: dict[str, Any] = {"memkv_write": write}
         if not self.is_sqlite:
             options["isolation_level"] = "READ COMMITTED" if write else "REPEATABLE READ"
@@ -246,4 +251,6 @@ def _postgres_engine(url: URL, busy_seconds: float) -> Engine:
 
 
 def _raise_ours(context: ExceptionContext) -> MemKVError | None:
+    if context.is_pre_ping:  # a connection that died while it was idle is replaced, not reported
+        return None
     return translate(context.original_exception)

@@ -90,6 +90,7 @@ class Store:
         )
         self._reserve = SpaceReserve(data_dir / "reserve")
         self._held = held
+        self._closed = False
 
     @classmethod
     def open(
@@ -122,6 +123,9 @@ class Store:
 
     def close(self) -> None:
         """Saves the indexes and lets go of everything. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         with suppress(MemKVError):  # a full disk costs a rebuild, not the shutdown
             self.indexes.save_all()
         self._held.close()

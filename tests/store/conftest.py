@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import psycopg
 import pytest
-from postgres_server import PostgresServer, find_binaries, start_server
+from postgres_server import MEMORY, PostgresServer, find_binaries, free_bytes, start_server
 from store_samples import OpenStore, new_collection
 
 from memkv.store import DEFAULT_TENANT, Store
@@ -59,6 +61,17 @@ def postgres_url(postgres_server: PostgresServer, postgres_databases: list[str])
 def database_url(request: pytest.FixtureRequest) -> str | None:
     """None: the SQLite database inside the data directory."""
     return request.getfixturevalue("postgres_url") if request.param == "postgresql" else None
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In memory where there is room: what is tested is which fsyncs are made and when, not the disk."""
+    if free_bytes(MEMORY) < 4 << 30:
+        yield tmp_path_factory.mktemp("store")
+        return
+    path = Path(tempfile.mkdtemp(prefix="memkv-test-", dir=MEMORY))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture

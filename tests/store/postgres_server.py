@@ -16,6 +16,17 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+MEMORY = Path("/dev/shm")
+
+
+def free_bytes(path: Path) -> int:
+    """Zero where there is no such place."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize if os.access(path, os.W_OK) else 0
+
 
 class PostgresServer:
     """Creates and drops databases on a server that `url` names, as a user that may."""
@@ -51,7 +62,8 @@ def find_binaries() -> Path | None:
 
 def start_server(binaries: Path) -> PostgresServer:
     """Runs until this process ends. The server refuses to be root, so root runs it as another user."""
-    home = Path(tempfile.mkdtemp(prefix="memkv-pg-"))
+    place = MEMORY if free_bytes(MEMORY) > 4 << 30 else None
+    home = Path(tempfile.mkdtemp(prefix="memkv-pg-", dir=place))
     as_user: dict[str, Any] = {}
     if os.getuid() == 0:
         account = _unprivileged_account()

@@ -25,6 +25,7 @@ from memkv.errors import (
     StoreFenced,
 )
 from memkv.store import DEFAULT_TENANT, Store
+from memkv.store import database as database_module
 from memkv.store.database import Database, parse_database_url, sqlite_driver
 from memkv.store.database_errors import translate
 from memkv.store.rows import CollectionRow, NewDocument, PageRequest
@@ -103,6 +104,31 @@ def test_a_store_that_was_taken_over_may_not_write(store: Store, collection: Col
     assert store.catalog.count_collection(DEFAULT_TENANT, collection.id).ready == 1
 
 
+@pytest.mark.parametrize("driver", ["pysqlite3", "sqlite3"])
+def test_an_old_sqlite_gets_one_connection_and_all_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    monkeypatch.setattr(database_module, "_SQLITE_SAFE_WITH_TWO", (99,))
+    if driver == "sqlite3":
+        monkeypatch.setattr(database_module, "sqlite_driver", sqlite3)
+    with Store.open(tmp_path / "data") as store:
+        assert store.database._engine.pool.size() == 1  # type: ignore[attr-defined]
+        collection = store.catalog.create_collection(DEFAULT_TENANT, new_collection())
+
+        def work(name: str) -> None:
+            for step in range(3):
+                ingest(store, collection, f"{name} {step}", external_id=name)
+                assert f"{name} {step}" in found_texts(store, collection, name)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found_texts(store, collection, "x")) == ["a 2", "b 2", "c 2", "d 2"]
+        assert store.verify(full=True) == []
+
+
 @contextmanager
 def locked(data_dir: Path, database_url: str | None) -> Iterator[Callable[[], None]]:
     """Someone else's open write transaction; gives a function that ends it."""
@@ -168,6 +194,20 @@ def test_a_lost_connection_is_an_error_once_and_then_made_anew(
         for _ in range(2):
             store.accept_documents(DEFAULT_TENANT, collection.id, [NewDocument("x", external_id="once")])
         assert store.catalog.count_collection(DEFAULT_TENANT, collection.id).documents == 1
+
+
+def test_a_server_that_restarted_while_nobody_asked_is_not_noticed(
+    postgres_server: PostgresServer, postgres_url: str, tmp_path: Path
+) -> None:
+    name = postgres_url.partition("?")[0].rsplit("/", 1)[1]
+    with Store.open(tmp_path / "data", postgres_url) as store:
+        collection = store.catalog.create_collection(DEFAULT_TENANT, new_collection())
+        postgres_server.run(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+            (name,),
+        )
+        time.sleep(0.1)
+        assert ingest(store, collection, "text").status == "ready"
 
 
 def test_a_server_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
