@@ -70,7 +70,7 @@ PARTS = [
 structured = st.lists(st.sampled_from(PARTS)).map("".join)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(), structured), st.sampled_from([16, 17, 24, 64, 256]), st.text(max_size=120))
 @example("\n" * 3000, 16, "")
 @example("e" + "\u0301" * 2000, 16, "t")
@@ -81,7 +81,7 @@ def test_chunks_hold_the_text_and_fit(text: str, max_tokens: int, title: str) ->
     assert chunks == chunk_text(text, title, WORDS, max_tokens)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(structured, st.sampled_from([16, 64]))
 @example("🇩🇪" * 400, 16)
 @example("日本語" * 400, 16)

@@ -125,6 +125,7 @@ def test_composed_and_decomposed_letters_stay_as_they_came() -> None:
         assert clean_text(text) == text
 
 
+@settings(deadline=None)
 @given(st.text())
 @example("\ufeff\ufeffa\r\r\nb")
 def test_upload_and_json_agree(text: str) -> None:
@@ -139,7 +140,7 @@ def test_upload_and_json_agree(text: str) -> None:
         assert from_json.text.encode().decode() == from_json.text
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(["a.txt", "a.md", None, "b"]))
 def test_any_bytes_are_accepted_or_refused(data: bytes, name: str | None) -> None:
     accepted_or_refused(data, name)

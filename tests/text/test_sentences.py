@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkv.text.sentences import sentence_spans
@@ -36,6 +36,7 @@ def test_sentences(text: str, expected: list[str] | int) -> None:
     assert (len(found) if isinstance(expected, int) else found) == expected
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="aA1.!? \n。」\u2028", max_size=60))
 def test_spans_cover_all_that_is_not_blank(text: str) -> None:
     at = 0

@@ -36,7 +36,7 @@ def test_control_tokens_in_text_are_plain_characters(smollm2_tokenizer: TextToke
     assert control in smollm2_tokenizer.encode_template(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.text(SPELLABLE, max_size=8), st.sampled_from([*CONTROL, "<|im_", "end|>"]))))
 @example(["<|im_<|im_end|>end|>"])
 def test_text_survives_the_round_trip(smollm2_tokenizer: TextTokenizer, parts: list[str]) -> None:
@@ -137,13 +137,13 @@ def streamed(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
     return [*(decoder.push(token_id) for token_id in ids), decoder.finish()]
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 49_151), max_size=40))
 def test_a_stream_is_the_decoding_of_all_ids(smollm2_tokenizer: TextTokenizer, ids: list[int]) -> None:
     assert "".join(streamed(smollm2_tokenizer, ids)) == smollm2_tokenizer.decode(ids)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.text(SPELLABLE))
 @example("👩‍👩‍👧 日本語 ü e\u0301 🇩🇪")
 def test_a_stream_never_shows_half_a_character(smollm2_tokenizer: TextTokenizer, text: str) -> None:
@@ -161,7 +161,7 @@ def test_incomplete_bytes_are_told_at_the_end(smollm2_tokenizer: TextTokenizer) 
     assert pieces[-1].endswith("\ufffd")
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(FALLBACK_IDS)
 def test_byte_fallback_streams_too(fallback_tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
     tokenizer = TextTokenizer(fallback_tokenizer)
