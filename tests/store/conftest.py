@@ -100,3 +100,10 @@ def store(open_store: OpenStore) -> Store:
 @pytest.fixture
 def collection(store: Store) -> CollectionRow:
     return store.catalog.create_collection(DEFAULT_TENANT, new_collection())
+
+
+@pytest.fixture
+def plain_store(tmp_path: Path) -> Iterator[Store]:
+    """On SQLite: what is tested does not depend on the database."""
+    with Store.open(tmp_path / "data", busy_seconds=5) as store:
+        yield store

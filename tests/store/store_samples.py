@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -138,3 +141,28 @@ def found_texts(store: Store, collection: CollectionRow, text: str, k: int = 100
     """What a search for `text` finds, best first."""
     fresh = store.catalog.get_collection(collection.tenant, collection.name)
     return [hit.chunk.text for hit in store.search(fresh, vector_of(text), k)]
+
+
+def path_of(store: Store, item: PublishItem) -> Path:
+    [path] = (store.data_dir / "blocks" / item.input_key[:2]).glob(f"{item.input_key}.*")
+    return path
+
+
+def quarantined(store: Store) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (store.data_dir / "quarantine").glob("*.json")]
+
+
+def is_exact(store: Store, sample: Sample) -> bool:
+    kv = load(store, sample.item)
+    return kv is not None and bytes(kv.data) == bytes(sample.item.kv.data)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    rewrite(path, bytes(data))
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)

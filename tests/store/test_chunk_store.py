@@ -1,13 +1,11 @@
-"""Publishing, loading, healing and reclaiming KV, also by many threads at once and on a failing disk."""
+"""Publishing, loading, healing and verifying KV."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,48 +15,25 @@ from store_samples import (
     FINGERPRINT,
     LAYOUT,
     PREFIX,
-    Sample,
     commit,
+    flip,
     found_texts,
     ingest,
+    is_exact,
     kv_of,
     load,
     new_collection,
+    path_of,
+    quarantined,
+    rewrite,
     samples_of,
 )
 
-from memkv.errors import (
-    DatabaseUnavailable,
-    InsufficientStorageError,
-    MemKVError,
-    ServiceUnavailableError,
-)
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.chunk_store import PublishItem
 from memkv.store.rows import NewDocument
 
 T = DEFAULT_TENANT
-
-
-@pytest.fixture
-def plain_store(tmp_path: Path) -> Iterator[Store]:
-    """On SQLite: what is tested does not depend on the database."""
-    with Store.open(tmp_path / "data", busy_seconds=5) as store:
-        yield store
-
-
-def path_of(store: Store, item: PublishItem) -> Path:
-    [path] = (store.data_dir / "blocks" / item.input_key[:2]).glob(f"{item.input_key}.*")
-    return path
-
-
-def quarantined(store: Store) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in (store.data_dir / "quarantine").glob("*.json")]
-
-
-def is_exact(store: Store, sample: Sample) -> bool:
-    kv = load(store, sample.item)
-    return kv is not None and bytes(kv.data) == bytes(sample.item.kv.data)
 
 
 def test_published_chunks_are_read_only_named_by_content_and_leave_no_draft(store: Store) -> None:
@@ -121,17 +96,6 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "directory": replace_by(Path.mkdir),
     "shard is a file": replace_by(put_file_over_shard),
 }
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    rewrite(path, bytes(data))
-
-
-def rewrite(path: Path, data: bytes) -> None:
-    path.unlink()
-    path.write_bytes(data)
 
 
 @pytest.mark.timeout(60)
@@ -219,86 +183,6 @@ def test_colliding_keys_never_mix_chunks_up(plain_store: Store) -> None:
     assert store.chunks.stats()["damaged_tokens"] + store.chunks.stats().get("damaged_size", 0) > 0
 
 
-def test_threads_that_publish_load_damage_and_heal_one_key(plain_store: Store) -> None:
-    store = plain_store
-    samples = samples_of(store, "one key\nand two")
-    stop = threading.Event()
-    wrong: list[str] = []
-    loaded = [0]
-
-    def heal(seed: int) -> None:
-        dice = random.Random(seed)
-        while not stop.is_set():
-            sample = dice.choice(samples)
-            try:
-                kv = load(store, sample.item)
-            except MemKVError as error:
-                wrong.append(repr(error))
-                return
-            if kv is None:
-                store.chunks.publish([sample.item])
-            elif bytes(kv.data) != bytes(sample.item.kv.data):
-                wrong.append("other bytes")
-            else:
-                loaded[0] += 1
-
-    threads = [threading.Thread(target=heal, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    dice = random.Random(9)
-    for _ in range(60):
-        for path in list((store.data_dir / "blocks").glob("*/*.kv")):
-            try:
-                if dice.random() < 0.5:
-                    path.unlink()
-                else:
-                    data = bytearray(path.read_bytes())
-                    data[dice.randrange(len(data))] ^= 1
-                    replacement = store.data_dir / "replacement"
-                    replacement.write_bytes(data)
-                    replacement.rename(path)
-            except FileNotFoundError:
-                continue
-        stop.wait(0.01)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert loaded[0] > 0
-    for sample in samples:
-        if load(store, sample.item) is None:
-            store.chunks.publish([sample.item])
-        assert is_exact(store, sample)
-    assert store.verify(full=True) == []
-    assert list((store.data_dir / "tmp").iterdir()) == []
-
-
-def test_deleting_while_the_same_text_is_ingested_leaves_no_row_without_its_file(store: Store) -> None:
-    """Two collections share every key; one side deletes what the other side publishes."""
-    first = store.catalog.create_collection(T, new_collection("first"))
-    second = store.catalog.create_collection(T, new_collection("second"))
-    text = "shared one\nshared two"
-    failures: list[str] = []
-
-    def churn(collection: Any) -> None:
-        try:
-            for _ in range(12):
-                ingest(store, collection, text, external_id="e")
-                store.delete_document(T, collection.id, "e")
-        except MemKVError as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=churn, args=(collection,)) for collection in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert store.verify(full=True) == []
-    ingest(store, first, text, external_id="e")
-    assert all(is_exact(store, sample) for sample in samples_of(store, text))
-
-
 def test_a_file_that_nobody_names_is_an_orphan_and_goes_when_asked(plain_store: Store) -> None:
     store = plain_store
     [kept, lost] = samples_of(store, "kept\nlost")
@@ -353,155 +237,6 @@ def test_verify_finds_and_repairs_each_kind(store: Store) -> None:
     assert store.verify(full=True) == []
     assert is_exact(store, samples["sound"])
     assert store.catalog.kv_totals()[0] == 1
-
-
-def test_steps_of_a_publication_come_in_the_order_that_survives(
-    plain_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data before the name, the name before the row: recorded at the calls themselves."""
-    store = plain_store
-    steps: list[tuple[str, str]] = []
-    by_fd: dict[int, str] = {}
-    guard = threading.Lock()
-    real_open, real_fsync, real_link, real_unlink = os.open, os.fsync, os.link, os.unlink
-
-    def note(step: str, name: object) -> None:
-        with guard:
-            steps.append((step, Path(str(name)).name))
-
-    def noting_open(path: Any, *arguments: Any, **options: Any) -> int:
-        fd = real_open(path, *arguments, **options)
-        by_fd[fd] = str(path)
-        return fd
-
-    def noting_fsync(fd: int) -> None:
-        real_fsync(fd)
-        note("fsync", by_fd[fd])
-
-    def noting_link(source: Any, target: Any, **options: Any) -> None:
-        note("link", source)
-        real_link(source, target, **options)
-        note("named", target)
-
-    register = store.catalog.register_files
-
-    def noting_register(rows: Any) -> Any:
-        for row in rows:
-            note("row", f"{row.input_key}.{row.file_digest}.kv")
-        return register(rows)
-
-    monkeypatch.setattr(os, "open", noting_open)
-    monkeypatch.setattr(os, "fsync", noting_fsync)
-    monkeypatch.setattr(os, "link", noting_link)
-    monkeypatch.setattr(store.catalog, "register_files", noting_register)
-    items = [sample.item for sample in samples_of(store, "\n".join(f"c{number}" for number in range(12)))]
-    store.chunks.publish(items)
-    monkeypatch.undo()
-    assert real_unlink is os.unlink
-    for item in items:
-        name = path_of(store, item).name
-        draft = steps[steps.index(("named", name)) - 1][1]
-        order = [
-            steps.index(("fsync", draft)),
-            steps.index(("link", draft)),
-            steps.index(("named", name)),
-            max(at for at, step in enumerate(steps) if step == ("fsync", name[:2])),
-            steps.index(("row", name)),
-        ]
-        assert order == sorted(order)
-    shards = [name for step, name in steps if step == "fsync" and len(name) == 2]
-    assert len(shards) == len(set(shards)), "a directory was synced twice"
-
-
-FAILING = ["open", "posix_fallocate", "write", "fsync", "link", "mkdir"]
-
-
-@pytest.mark.parametrize("call", FAILING)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_failing_disk_leaves_nothing_and_the_next_try_works(
-    plain_store: Store, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    store = plain_store
-    collection = store.catalog.create_collection(T, new_collection())
-    samples = samples_of(store, "\n".join(f"chunk {number}" for number in range(4)))
-    real = getattr(os, call)
-    calls = [0]
-    guard = threading.Lock()
-    fail_from = 2 if call != "mkdir" else 1  # the database's own calls do not come through `os`
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        with guard:
-            calls[0] += 1
-            if calls[0] >= fail_from:
-                raise OSError(code, os.strerror(code))
-        return real(*arguments, **options)
-
-    expected = InsufficientStorageError if code == errno.ENOSPC else ServiceUnavailableError
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, failing)
-        with pytest.raises(expected) as caught:
-            store.chunks.publish([sample.item for sample in samples])
-    assert caught.value.hint
-    assert str(store.data_dir) not in str(caught.value)
-    assert list((store.data_dir / "tmp").iterdir()) == []
-    assert store.catalog.kv_totals() == (0, 0)
-    assert store.verify() == [], "something was left behind"
-    ingest(store, collection, "\n".join(sample.text for sample in samples))
-    assert all(is_exact(store, sample) for sample in samples)
-
-
-def test_a_failed_fsync_is_not_tried_again(plain_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    [sample] = samples_of(plain_store, "text")
-    tried: list[int] = []
-
-    def failing(fd: int) -> None:
-        tried.append(fd)
-        raise OSError(errno.EIO, "I/O error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(ServiceUnavailableError):
-            plain_store.chunks.publish([sample.item])
-    assert len(tried) == 1
-
-
-def test_a_database_that_fails_after_the_files_are_named_leaves_nothing_visible(
-    plain_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = plain_store
-    samples = samples_of(store, "one\ntwo")
-
-    def fail(rows: Any) -> Any:
-        raise DatabaseUnavailable("the database is locked")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.catalog, "register_files", fail)
-        with pytest.raises(DatabaseUnavailable):
-            store.chunks.publish([sample.item for sample in samples])
-    assert [load(store, sample.item) for sample in samples] == [None, None]
-    assert list((store.data_dir / "tmp").iterdir()) == []
-    assert store.chunks.publish([sample.item for sample in samples]) == 2
-    assert all(is_exact(store, sample) for sample in samples)
-    assert store.verify(full=True) == []
-
-
-def test_a_load_that_cannot_write_to_the_database_still_answers(
-    plain_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = plain_store
-    [sample] = samples_of(store, "text")
-    store.chunks.publish([sample.item])
-    flip(path_of(store, sample.item), 4200)
-
-    def fail(*_: Any) -> bool:
-        raise DatabaseUnavailable("the database is locked")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.catalog, "drop_file", fail)
-        assert load(store, sample.item) is None
-    assert quarantined(store) == [], "the file went before its row"
-    assert load(store, sample.item) is None
-    assert len(quarantined(store)) == 1
 
 
 def test_a_process_short_of_descriptors_does_not_throw_files_away(
