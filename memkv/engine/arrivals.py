@@ -75,7 +75,7 @@ class Arrivals:
 
     def complete(self, fill: ChunkFill) -> None:
         """All tokens of a fill are computed. Raises `ModelError` where they are not finite."""
-        self._scheduler.end_fill(fill)
+        self._scheduler.fills.remove(fill)
         fill.release()
         if fill.is_idle:
             return
@@ -139,7 +139,7 @@ class Arrivals:
             if isinstance(task, Sequence):
                 self.healed_chunks += 1
                 task.heal(chunk)
-            self._scheduler.heals.append(self._new_fill(chunk, task, heals=True))
+            self._scheduler.fills.append(self._new_fill(chunk, task, heals=True))
 
     def _new_fill(self, chunk: ResidentChunk, task: Task, *, heals: bool) -> ChunkFill:
         prefix = None

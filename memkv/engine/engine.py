@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -28,7 +29,7 @@ from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
 from memkv.engine.prefill import Computed, PrefillJob
 from memkv.engine.request import GenerateRequest, PrefillRequest
-from memkv.engine.residency import KVSource
+from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.threads import use_threads
@@ -132,8 +133,11 @@ class Engine:
 
     def prefill(
         self,
-        request: PrefillRequest,
+        prefix: ChunkRef,
+        chunks: Iterable[ChunkRef],
         source: KVSource,
+        *,
+        block_size: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[ChunkKV]:
         """Computes chunks behind their prefix, many in a pass, and returns them in the order asked for.
@@ -150,12 +154,12 @@ class Engine:
             Overloaded: no blocks became free in time.
             ModelError: a key or value is not a finite number.
         """
+        request = PrefillRequest(prefix, tuple(chunks), block_size)
         request.validate(self._model.spec.vocab_size)
-        layout = self.layout(request.block_size)
-        prefix_blocks = layout.blocks_for(request.prefix.num_tokens)
+        layout = self.layout(block_size)
         for ref in request.chunks:
             require_context(self._model.spec, ref.stored_position + ref.num_tokens, 0)
-            blocks = prefix_blocks + layout.blocks_for(ref.num_tokens)
+            blocks = layout.blocks_for(prefix.num_tokens) + layout.blocks_for(ref.num_tokens)
             require_blocks(layout, blocks, self._num_blocks(layout))
         if not request.chunks:
             return []
@@ -165,8 +169,8 @@ class Engine:
 
     def drop(self, input_keys: Iterable[str]) -> None:
         """Forgets resident chunks: requests that come later read them from their source again."""
-        keys = tuple(input_keys)
-        self._agenda.post(Work(partial(self._drop, keys), lambda: ()))
+        with suppress(EngineClosed):  # nothing is resident any more
+            self._agenda.post(Work(partial(self._drop, tuple(input_keys)), lambda: ()))
 
     def stats(self) -> EngineStats:
         """Without waiting for a step."""
@@ -239,10 +243,8 @@ class Engine:
         return [found[index] for index in range(total)]
 
     def _cancel(self, task: Task) -> None:
-        try:
+        with suppress(EngineClosed):  # it has ended already
             self._agenda.post(Work(partial(self._cancel_now, task), lambda: (task,)))
-        except EngineClosed:
-            return  # it has ended already
 
     def _num_blocks(self, layout: KVLayout) -> int:
         return self._config.pool_bytes // layout.bytes_per_block

@@ -29,7 +29,7 @@ from memkv.kv.layout import KVLayout
 
 # Seconds that one step of background prefill may keep a generation waiting, and a generation still to come.
 _SHARED_SECONDS = 0.15
-_ALONE_SECONDS = 1.0
+_ALONE_SECONDS = 0.5
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _FIRST_TOKENS = 256
+_LEAST_TOKENS = 128  # fewer are slower by the token, which would call for still fewer the next time
 _WEIGHT = 0.3  # of the newest measurement
 
 
@@ -19,7 +20,7 @@ class Pace:
         self.tokens_per_second = rate
 
     def tokens_for(self, seconds: float) -> int:
-        """Tokens that take about so long; at least 1."""
+        """Tokens that take about so long, though never so few that they take longer by the token."""
         if not self.tokens_per_second:
             return _FIRST_TOKENS
-        return max(1, int(self.tokens_per_second * seconds))
+        return max(_LEAST_TOKENS, int(self.tokens_per_second * seconds))

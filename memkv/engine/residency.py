@@ -193,9 +193,8 @@ class Residency:
         self._num_private -= len(blocks)
 
     def counts(self) -> BlockCounts:
-        pinned = sum(len(chunk.blocks) for chunk in self._chunks.values() if chunk.pins)
-        pinned += sum(len(chunk.blocks) for chunk in self._dropped)
-        return BlockCounts(self._pool.num_free, self._num_idle_blocks, pinned, self._num_private)
+        free, cached, private = self._pool.num_free, self._num_idle_blocks, self._num_private
+        return BlockCounts(free, cached, self._pool.num_blocks - free - cached - private, private)
 
     def check_integrity(self, private: Iterable[int]) -> None:
         """Asserts that every reference of the pool is accounted for, given all private blocks."""
@@ -216,7 +215,8 @@ class Residency:
             assert self._pool.ref_count(block) == held[block], f"bug: references of block {block} leak"
         idle = sum(len(chunk.blocks) for chunk in self._idle.values())
         assert idle == self._num_idle_blocks, "bug: idle blocks are miscounted"
-        assert self.counts().total == self._pool.num_blocks, "bug: the block counts do not add up"
+        pinned = {*self._dropped, *(chunk for chunk in self._chunks.values() if chunk.pins)}
+        assert sum(len(chunk.blocks) for chunk in pinned) == self.counts().pinned, "bug: blocks are lost"
 
     def _reserve(self, ref: ChunkRef) -> ResidentChunk:
         chunk = ResidentChunk(ref, self._take(self._kv_cache.layout.blocks_for(ref.num_tokens)))

@@ -32,8 +32,7 @@ class Scheduler:
         self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
         self.jobs: deque[PrefillJob] = deque()
-        self.heals: deque[ChunkFill] = deque()  # a query waits for each of them
-        self.fills: deque[ChunkFill] = deque()
+        self.fills: list[ChunkFill] = []
 
     def add(self, task: Task) -> None:
         if isinstance(task, Sequence):
@@ -52,7 +51,7 @@ class Scheduler:
 
     def waiters(self, chunk: ResidentChunk) -> list[Task]:
         """Everyone who cannot go on before a chunk is ready, be it only because a fill stands behind it."""
-        awaited = {chunk, *(fill.chunk for fill in (*self.heals, *self.fills) if fill.stands_behind(chunk))}
+        awaited = {chunk, *(fill.chunk for fill in self.fills if fill.stands_behind(chunk))}
         everyone: Iterable[Task] = (*self.loading, *self.jobs)
         return [task for task in everyone if any(not awaited.isdisjoint(pin.chunks) for pin in task.pins)]
 
@@ -108,17 +107,13 @@ class Scheduler:
 
     def take_idle_fills(self) -> list[ChunkFill]:
         """Removes the fills that nobody waits for any more."""
-        idle = [fill for fill in (*self.heals, *self.fills) if fill.is_idle]
-        for fill in idle:
-            self.end_fill(fill)
+        idle = [fill for fill in self.fills if fill.is_idle]
+        self.fills = [fill for fill in self.fills if not fill.is_idle]
         return idle
-
-    def end_fill(self, fill: ChunkFill) -> None:
-        (self.heals if fill in self.heals else self.fills).remove(fill)
 
     @property
     def has_fills(self) -> bool:
-        return any(fill.can_run for fill in (*self.heals, *self.fills))
+        return any(fill.can_run for fill in self.fills)
 
     def generation_parts(self) -> list[Part[Sequence]]:
         """One token of every sequence in the middle of its answer, then prompts in order of admission.
@@ -141,9 +136,10 @@ class Scheduler:
         return parts
 
     def fill_parts(self, budget: int) -> list[Part[ChunkFill]]:
-        """Tokens of chunks in order, those that a query waits for first."""
+        """Tokens of chunks, those that a query waits for first, otherwise in order."""
         parts: list[Part[ChunkFill]] = []
-        for fill in (*self.heals, *self.fills):
+        awaited = {chunk for each in self.loading for pin in each.pins for chunk in pin.chunks}
+        for fill in sorted(self.fills, key=lambda fill: fill.chunk not in awaited):
             count = min(budget, fill.run.remaining)
             if count and fill.can_run:
                 parts.append(Part(fill, fill.run, count))

@@ -82,7 +82,9 @@ class Sequence:
         self._logit_positions: list[int] = []
         self._healed_chunks = 0
         self._healed_tokens = 0
-        self._started = self._ready = self._first_token = 0.0
+        self._started: float | None = None  # when it had its blocks,
+        self._ready: float | None = None  # its chunks,
+        self._first_token: float | None = None  # and its first token
 
     @property
     def prefix(self) -> ChunkRef:
@@ -163,7 +165,7 @@ class Sequence:
 
     def accept(self, token_id: int, now: float) -> tuple[TokenEvent, FinishReason | None]:
         """Adds a sampled token; makes room for its key unless it is the last one."""
-        if not self._token_ids:
+        if self._first_token is None:
             self._first_token = now
         self._token_ids.append(token_id)
         reason: FinishReason | None = None
@@ -211,10 +213,11 @@ class Sequence:
         fresh = sum(position < prompt for position in self.run.positions)
         computed = min(self.run.done, fresh)
         mapped = prompt - fresh
+        is_ready = self._ready is not None
         return Usage(
             prompt_tokens=prompt,
-            cached_tokens=max(0, mapped - self._healed_tokens) if self._ready else 0,
-            prefilled_tokens=computed + (self._healed_tokens if self._ready else 0),
+            cached_tokens=max(0, mapped - self._healed_tokens) if is_ready else 0,
+            prefilled_tokens=computed + (self._healed_tokens if is_ready else 0),
             completion_tokens=len(self._token_ids),
             healed_chunks=self._healed_chunks,
             blocks_shared=len(set(self.run.table.shared_blocks())),
@@ -223,9 +226,9 @@ class Sequence:
         )
 
     def _timings(self, now: float) -> Timings:
-        started = self._started or now
-        ready = self._ready or now
-        first = self._first_token or now
+        started, ready, first = (
+            now if moment is None else moment for moment in (self._started, self._ready, self._first_token)
+        )
         return Timings(
             queue_ms=1e3 * (started - self.since),
             load_ms=1e3 * (ready - started),

@@ -1,0 +1,167 @@
+"""One lane by hand: chunks that are missing, unreadable, dropped or late."""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import (
+    FAKE_LAYOUT,
+    MemorySource,
+)
+from lane_driver import Driver
+
+from memkv.engine.residency import ChunkRef
+from memkv.engine.reuse import Exact
+from memkv.errors import MemKVError, Overloaded, ReuseUnavailable
+from memkv.kv.chunk import ChunkKV
+
+SIZE = FAKE_LAYOUT.block_size
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def test_what_is_missing_is_prefilled_written_back_and_mapped(driver: Driver) -> None:
+    a, b = driver.prompts.chunk(40, "a"), driver.prompts.chunk(21, "b")
+    driver.store(a)
+    del driver.source.kept["prefix"]
+    sequence = driver.submit(a, b, tail=7)
+    driver.finish(sequence)
+    usage = sequence.generation.result(0).usage
+    assert (usage.healed_chunks, usage.fallback_reason) == (2, "chunk_kv_missing")
+    assert usage.prefilled_tokens == 13 + 21 + 7
+    assert usage.cached_tokens == 40
+    assert driver.source.writes == ["prefix", "b"]
+    reference = Driver()
+    reference.prompts = driver.prompts
+    reference.store(a, b)
+    assert bytes(driver.source.kept["b"].data) == bytes(reference.source.kept["b"].data)
+    again = driver.submit(a, b)
+    driver.finish(again)
+    assert again.generation.result(0).usage.healed_chunks == 0
+    driver.assert_idle()
+
+
+def test_healing_is_a_pass_of_its_own(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    driver.submit(a, tail=7, max_tokens=1)
+    driver.run()
+    assert [batch.num_tokens for batch in driver.runner.batches] == [13, 40, 7]
+
+
+def test_one_healing_serves_all_who_wait_for_it(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    first, second = driver.submit(a), driver.submit(a)
+    driver.finish(first)
+    driver.finish(second)
+    assert driver.source.writes == ["prefix", "a"]
+    healed = [s.generation.result(0).usage.healed_chunks for s in (first, second)]
+    assert healed == [2, 0]
+    driver.assert_idle()
+
+
+def test_when_the_first_who_waits_gives_up_the_healing_goes_on_for_the_second(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    first, second = driver.submit(a), driver.submit(a)
+    driver.step("fill")  # the prefix
+    driver.lane.cancel(first)
+    driver.finish(second)
+    driver.assert_idle()
+
+
+def test_strict_fails_where_a_chunk_is_missing_and_leaves_others_alone(driver: Driver) -> None:
+    a, b = driver.prompts.chunk(40, "a"), driver.prompts.chunk(21, "b")
+    driver.store(a)
+    strict = driver.submit(a, b, reuse="strict")
+    auto = driver.submit(b, a)
+    fine = driver.submit(a, reuse="strict")
+    driver.finish(auto)
+    with pytest.raises(ReuseUnavailable, match="chunk b"):
+        strict.generation.result(0)
+    driver.finish(fine)
+    driver.assert_idle()
+
+
+def test_strict_does_not_ask_for_what_the_policy_computes_anyway(driver: Driver) -> None:
+    a, b = driver.prompts.chunk(40, "a"), driver.prompts.chunk(21, "b")
+    driver.store(a)
+    driver.finish(driver.submit(a, b, policy=Exact(), reuse="strict"))
+    assert "b" not in driver.source.reads
+
+
+def test_off_reads_nothing_and_maps_nothing(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    driver.store(a)
+    sequence = driver.submit(a, reuse="off")
+    driver.finish(sequence)
+    usage = sequence.generation.result(0).usage
+    assert (usage.cached_tokens, usage.blocks_shared) == (0, 0)
+    assert usage.prefilled_tokens == usage.prompt_tokens
+    assert driver.source.reads == []
+
+
+def test_a_source_that_fails_fails_one_request_only(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    driver.store(a)
+
+    def broken(ref: ChunkRef) -> ChunkKV | None:
+        raise Overloaded("the database is busy", hint="wait")
+
+    driver.loader.hold = True
+    healthy, driver.source = driver.source, MemorySource(broken)
+    first = driver.submit(a)
+    driver.source = healthy
+    second = driver.submit(a)
+    driver.settle()
+    driver.loader.hold = False
+    for work in driver.loader.pending:
+        work()
+    driver.finish(second)
+    with pytest.raises(Overloaded, match="busy"):
+        first.generation.result(0)
+    driver.assert_idle()
+
+
+def test_stored_kv_of_another_shape_is_not_used(driver: Driver) -> None:
+    a = driver.prompts.chunk(40, "a")
+    driver.store(a, driver.prompts.chunk(39, "other"))
+    driver.source.kept["a"] = driver.source.kept["other"]
+    sequence = driver.submit(a)
+    driver.finish(sequence)
+    assert sequence.generation.result(0).usage.healed_chunks == 1
+    assert driver.source.kept["a"].num_tokens == 40
+
+
+def test_a_read_that_does_not_return_in_time_fails_who_waits_for_it() -> None:
+    driver = Driver(queue_seconds=5.0)
+    a = driver.prompts.chunk(40, "a")
+    driver.store(a)
+    driver.loader.hold = True
+    stuck = driver.submit(a)
+    driver.settle()
+    driver.now = driver.lane.next_deadline()
+    driver.settle()
+    with pytest.raises(MemKVError, match="could not be read within 5 seconds"):
+        stuck.generation.result(0)
+    driver.assert_idle()
+
+
+def test_a_prefix_dropped_and_unreadable_strands_nobody(driver: Driver) -> None:
+    """Two wait for one chunk, behind two lives of the same prefix."""
+    a = driver.prompts.chunk(40, "a")
+    driver.loader.hold = True
+    first = driver.submit(a)
+    driver.settle()
+    driver.lane.residency.drop(["prefix"])
+    second = driver.submit(a)
+    driver.settle()
+    reads = {work.__closure__[1].cell_contents.input_key: work for work in driver.loader.pending[:2]}  # type: ignore[index]
+    reads["a"]()  # nothing there: to be computed behind the first prefix
+    driver.settle()
+    driver.lane.cancel(first)
+    driver.loader.hold = False
+    for work in [*driver.loader.pending]:
+        work()
+    driver.finish(second)
+    driver.assert_idle()
