@@ -55,7 +55,7 @@ class Blocking:
 
     def _wrap(self, value: Any) -> Any:
         if inspect.isawaitable(value):
-            return self._wrap(self._runner.run(_await(value)))
+            value = self._runner.run(_await(value))
         if callable(value):
             return lambda *arguments, **keywords: self._wrap(value(*arguments, **keywords))
         if type(value).__module__.startswith("memkv.sdk"):

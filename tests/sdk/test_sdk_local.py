@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,20 @@ from memkv.errors import BadRequestError, StoreLocked
 
 
 def test_it_opens_keeps_and_closes(
-    tmp_path: Path, smollm2: Path, minilm: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Callable[[str], Path], minilm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEMKV_ENGINE__POOL_BYTES", "50M")
+    monkeypatch.setenv("MEMKV_ENGINE__POOL_BYTES", "20M")
+    path, model, embedder = tmp_path / "data", str(tiny_model_dir("llama")), str(minilm)
     lines: list[str] = []
-    for opened in range(2):
-        with MemKV.local(
-            tmp_path / "data", str(smollm2), embedder=str(minilm), on_progress=lines.append
-        ) as client:
-            client.collections.get_or_create("c")
-            if opened == 0:
-                client.documents.create("c", text="The keeper was Amalia Reis.", external_id="k")
-                with pytest.raises(StoreLocked):
-                    MemKV.local(tmp_path / "data", str(smollm2), embedder=str(minilm))
-            answer = client.query("Who was the keeper?", collection="c", max_tokens=2, policy="map")
-            assert answer.chunks[0].external_id == "k"
+    with MemKV.local(path, model, embedder=embedder, on_progress=lines.append) as client:
+        client.collections.create("c")
+        client.documents.create("c", text="The keeper was Amalia Reis.", external_id="k")
+        with pytest.raises(StoreLocked):
+            MemKV.local(path, model, embedder=embedder)
     assert lines
+    with MemKV.local(path, model, embedder=embedder) as client:
+        answer = client.query("Who was the keeper?", collection="c", max_tokens=2, policy="map")
+    assert answer.chunks[0].external_id == "k"
 
 
 def test_models_are_named_once() -> None:
