@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from litestar import Request
 from memkv.api.memory_calls import MemoryCalls
 
+from memkv.errors import ServiceUnavailableError
 from memkv.wire import Job
 
 MAX_WAIT_SECONDS = 300.0
@@ -46,5 +48,7 @@ async def wait_for_job(calls: MemoryCalls, job: Job, seconds: float) -> Job:
             break
         await asyncio.sleep(min(pause, left))
         pause = min(pause * 1.5, _LAST_POLL_SECONDS)
-        job = await calls.run(lambda memory: memory.get_job(job_id))
+        # The documents are kept already: a moment in which the server is full does not undo that.
+        with contextlib.suppress(ServiceUnavailableError):
+            job = await calls.run(lambda memory: memory.get_job(job_id))
     return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,7 +30,7 @@ from memkv.api.params import (
 from memkv.api.uploads import read_documents
 from memkv.api.waiting import is_finished, requested_wait, wait_for_job
 
-from memkv.errors import DocumentNotFound
+from memkv.errors import DocumentNotFound, ServiceUnavailableError
 from memkv.validation import Violation
 from memkv.wire import (
     Accepted,
@@ -37,7 +38,6 @@ from memkv.wire import (
     Document,
     DocumentCreate,
     DocumentUpload,
-    Job,
     Page,
 )
 
@@ -164,15 +164,16 @@ async def _ingest(
     if job is None:
         return Response(accepted, status_code=200)
     if seconds > 0 and not is_finished(job):
-        waited = await wait_for_job(calls, job, seconds)
-        accepted = await calls.run(lambda memory: _refreshed(memory, collection, accepted, waited))
-        job = waited
+        job = await wait_for_job(calls, job, seconds)
+        accepted = msgspec.structs.replace(accepted, job=job)
+        with contextlib.suppress(ServiceUnavailableError):
+            accepted = await calls.run(lambda memory: _refreshed(memory, collection, accepted))
     status = 200 if is_finished(job) else 202
     return Response(accepted, status_code=status, headers={"Location": f"/v1/jobs/{job.id}"})
 
 
-def _refreshed(memory: Memory, collection: str, accepted: Accepted, job: Job) -> Accepted:
-    """The same answer with the job and the documents as they stand now."""
+def _refreshed(memory: Memory, collection: str, accepted: Accepted) -> Accepted:
+    """The same answer with the documents as they stand now."""
 
     def refresh(entry: AcceptedDocument) -> AcceptedDocument:
         try:
@@ -181,4 +182,4 @@ def _refreshed(memory: Memory, collection: str, accepted: Accepted, job: Job) ->
             return entry
         return msgspec.structs.replace(entry, status=status)
 
-    return Accepted(job=job, documents=[refresh(entry) for entry in accepted.documents])
+    return Accepted(job=accepted.job, documents=[refresh(entry) for entry in accepted.documents])

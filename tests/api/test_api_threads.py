@@ -10,6 +10,8 @@ import pytest
 from fake_memory import FakeMemory
 from live_server import LiveServer
 
+from memkv.errors import DatabaseUnavailable
+
 
 def get_many(server: LiveServer, path: str, count: int) -> list[httpx2.Response]:
     with (
@@ -69,6 +71,22 @@ def test_waiting_for_a_job_holds_no_thread(fake: FakeMemory, server: LiveServer)
     with ThreadPoolExecutor(12) as pool:
         responses = list(pool.map(ingest, range(12)))  # three times the threads, each past queue_seconds
     assert [response.status_code for response in responses] == [200] * 12
+
+
+def test_a_bad_moment_does_not_undo_an_ingest(fake: FakeMemory, fake_http: httpx2.Client) -> None:
+    fake.job_seconds = 0.6
+    fake_http.put("/v1/collections/c", json={})
+    path, body = "/v1/collections/c/documents", {"text": "t"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fake_http.post, path, json=body, params={"wait": 10})
+        while fake.calls.count("get_job") < 3:  # kept, and looked at
+            time.sleep(0.01)
+        fake.faults["get_job"] = DatabaseUnavailable("locked")
+        time.sleep(0.2)
+        fake.faults.clear()
+        response = waiting.result()
+    assert response.status_code == 200
+    assert response.json()["job"]["status"] == "succeeded"
 
 
 def test_a_wait_that_is_too_short_is_a_202(fake: FakeMemory, fake_http: httpx2.Client) -> None:
