@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import structlog
 
 from memkv.engine.residency import ChunkRef
-from memkv.errors import FingerprintMismatch, InsufficientStorageError
+from memkv.errors import FingerprintMismatch, InsufficientStorageError, ServiceUnavailableError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.fingerprint import Fingerprint, input_key, token_digest
 from memkv.kv.layout import KVLayout
@@ -61,10 +61,10 @@ class StoredKV:
         )
 
     def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
-        """Keeps healed KV. A full disk costs the next query a prefill, and this one nothing."""
+        """Keeps healed KV. A disk or database that takes nothing costs the next query a prefill, not this one."""
         try:
             self.publish([(ref, kv)])
-        except InsufficientStorageError as error:
+        except (InsufficientStorageError, ServiceUnavailableError) as error:
             _log.warning("kv_not_kept", input_key=ref.input_key, detail=error.detail)
 
     def publish(self, items: Sequence[tuple[ChunkRef, ChunkKV]]) -> None:
