@@ -61,7 +61,7 @@ class StoredKV:
         )
 
     def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
-        """Keeps healed KV. A disk or database that takes nothing costs the next query a prefill, not this one."""
+        """Keeps healed KV. Where disk or database refuse it, the next query prefills again."""
         try:
             self.publish([(ref, kv)])
         except (InsufficientStorageError, ServiceUnavailableError) as error:
