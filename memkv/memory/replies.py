@@ -23,6 +23,7 @@ from memkv.wire import (
     Job,
     JobCounts,
     JobProgress,
+    Metadata,
     Page,
     PageRequest,
     Problem,
@@ -39,7 +40,7 @@ def collection_reply(row: CollectionRow, counts: CountsRow, model: str) -> Colle
         id=row.id,
         name=row.name,
         description=row.description,
-        metadata=_metadata(row.metadata),
+        metadata=metadata_reply(row.metadata),
         model=model,
         fingerprint=row.fingerprint_digest,
         embedder=row.embedder_name,
@@ -66,7 +67,7 @@ def document_reply(row: DocumentRow, collection: str) -> Document:
         external_id=row.external_id,
         collection=collection,
         title=row.title,
-        metadata=_metadata(row.metadata),
+        metadata=metadata_reply(row.metadata),
         status=row.status,
         content_hash=row.content_hash,
         bytes=row.text_bytes,
@@ -170,5 +171,5 @@ def _time(moment: datetime | None) -> str:
     return "" if moment is None else moment.isoformat(timespec="milliseconds")
 
 
-def _metadata(stored: Mapping[str, object]) -> dict[str, Any]:
+def metadata_reply(stored: Mapping[str, Any]) -> Metadata:
     return dict(stored)

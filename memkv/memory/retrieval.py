@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memkv.memory.collections import OpenCollection
 from memkv.memory.parts import Parts
+from memkv.memory.replies import metadata_reply
 from memkv.store.rows import ChunkRow
 from memkv.store.search import SearchHit
 from memkv.wire import RetrievedChunk
@@ -57,6 +58,6 @@ def _retrieved(hit: SearchHit) -> Retrieved:
             start=chunk.start,
             end=chunk.end,
             tokens=len(chunk.token_ids),
-            metadata=dict(document.metadata),
+            metadata=metadata_reply(document.metadata),
         ),
     )
