@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -336,3 +337,21 @@ class TestQueries:
         assert problem(http.post("/v1/query", json={**long, "stream": True}), 413, "context_too_long")
         problem(http.post("/v1/query", json={**body, "policy": "guess"}), 400, "bad_request")
         problem(http.post("/v1/query", json={**body, "generation": {"seed": 2**63}}), 400, "bad_request")
+
+
+def test_odd_files_are_accepted_or_refused(http: httpx2.Client, real_data: Path, collection: str) -> None:
+    http.put(f"/v1/collections/{collection}", json={"prefill": "on_first_use"})
+    path = f"/v1/collections/{collection}/documents"
+    files = sorted((real_data / "odd_files").iterdir())
+    outcomes = {}
+    for file in files:
+        sent = http.post(path, files=[("file", (file.name, file.read_bytes()))], timeout=10)
+        outcomes[file.name] = sent.status_code
+        assert sent.status_code in (200, 202, 415, 422), f"{file.name}: {sent.text}"
+        if sent.status_code in (415, 422):
+            assert sent.json()["hint"]
+        as_json = http.post(path, content=file.read_bytes(), headers={"Content-Type": "application/json"})
+        assert as_json.status_code == 400, file.name
+    assert len(outcomes) >= 10
+    assert outcomes["blns.txt"] in (200, 202)
+    assert outcomes["droste.zip"] in (415, 422)
