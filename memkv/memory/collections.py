@@ -10,15 +10,22 @@ from dataclasses import asdict, dataclass
 import structlog
 
 from memkv.engine.residency import ChunkRef
-from memkv.errors import FingerprintMismatch, InsufficientStorageError, ServiceUnavailableError
+from memkv.errors import (
+    BadRequestError,
+    ConflictError,
+    FingerprintMismatch,
+    InsufficientStorageError,
+    ServiceUnavailableError,
+)
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.fingerprint import Fingerprint, input_key, token_digest
 from memkv.kv.layout import KVLayout
 from memkv.memory.parts import Parts
 from memkv.model.loader import LoadedModel
 from memkv.store.chunk_store import ChunkStore, PublishItem
-from memkv.store.rows import CollectionRow
+from memkv.store.rows import CollectionRow, NewCollection
 from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate
+from memkv.wire import CollectionCreate
 
 _log = structlog.get_logger(__name__)
 
@@ -110,6 +117,36 @@ class Collections:
     def fingerprint(self, layout: KVLayout, prefix_ids: Sequence[int]) -> Fingerprint:
         return fingerprint_of(self._parts.model, layout, prefix_ids)
 
+    def new(self, request: CollectionCreate) -> NewCollection:
+        """The row of a collection for the model at hand. Raises `BadRequestError`, `LayoutError`."""
+        config, parts = self._parts.config, self._parts
+        template = self.template(request.system_prompt or "")
+        layout = self.layout(request.block_size or config.kv.block_size)
+        fingerprint = self.fingerprint(layout, template.prefix_ids)
+        chunk_tokens = request.chunk_tokens or config.ingest.chunk_tokens
+        room = parts.model.spec.max_context - len(template.prefix_ids)
+        if chunk_tokens >= room:
+            raise BadRequestError(
+                f"a prefix of {len(template.prefix_ids)} tokens and chunks of {chunk_tokens} exceed the "
+                f"model's context of {parts.model.spec.max_context}",
+                hint="shorten the system prompt or lower chunk_tokens",
+            )
+        return NewCollection(
+            name=request.name,
+            fingerprint_digest=fingerprint.digest,
+            fingerprint_json=fingerprint.canonical_json(),
+            embedder_name=parts.embedder.name,
+            embedder_digest=parts.embedder.digest,
+            dim=parts.embedder.dim,
+            max_chunk_tokens=chunk_tokens,
+            block_size=layout.block_size,
+            prefill=request.prefill or config.ingest.prefill,
+            system_prompt=request.system_prompt or "",
+            prefix_ids=tuple(template.prefix_ids),
+            description=request.description,
+            metadata=request.metadata,
+        )
+
     def by_name(self, tenant: str, name: str) -> OpenCollection:
         """Raises `CollectionNotFound`, `FingerprintMismatch`."""
         return self.open(self._parts.store.catalog.get_collection(tenant, name))
@@ -148,6 +185,19 @@ class Collections:
         prefix = ChunkRef(row.prefix_key, (), tuple(row.prefix_ids))
         secret = self._parts.store.catalog.tenant_secret(row.tenant)
         return OpenCollection(row, template, layout, prefix, kv, secret)
+
+
+def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
+    """Raises `ConflictError` where an existing collection is not the one asked for."""
+    names = ("fingerprint_digest", "embedder_digest", "max_chunk_tokens", "prefill", "description")
+    different = [name for name in names if getattr(row, name) != getattr(new, name)]
+    if dict(row.metadata) != dict(new.metadata):
+        different.append("metadata")
+    if different:
+        raise ConflictError(
+            f"collection {row.name!r} exists with another {', '.join(different)}",
+            hint="ask for it by name alone, or choose another name",
+        )
 
 
 def fingerprint_of(model: LoadedModel, layout: KVLayout, prefix_ids: Sequence[int]) -> Fingerprint:

@@ -13,9 +13,9 @@ from typing import Any, Self, get_args
 
 import memkv
 from memkv.config import Config
-from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, ConflictError, MemKVError
+from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
 from memkv.memory.answering import Answering, QueryStream, choose_policy
-from memkv.memory.collections import Collections
+from memkv.memory.collections import Collections, require_same_settings
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.parts import Parts
 from memkv.memory.replies import (
@@ -29,7 +29,7 @@ from memkv.memory.replies import (
 )
 from memkv.memory.retrieval import Retrieval
 from memkv.store.filters import parse_filter
-from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, NewCollection, NewDocument
+from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, NewDocument
 from memkv.text.reader import SourceText, accept_text, read_text
 from memkv.validation import Violation, validate_request
 from memkv.wire import (
@@ -149,14 +149,14 @@ class Memory:
             ConflictError: with `exist_ok`, where it exists with other settings.
         """
         _validate(request)
-        new = self._new_collection(request)
+        new = self._collections.new(request)
         try:
             row = self._parts.store.catalog.create_collection(tenant, new)
         except CollectionExists:
             if not exist_ok:
                 raise
             row = self._parts.store.catalog.get_collection(tenant, request.name)
-            _require_same_settings(row, new)
+            require_same_settings(row, new)
         return self._collection_reply(row)
 
     def list_collections(self, page: PageRequest, *, tenant: str = DEFAULT_TENANT) -> Page[Collection]:
@@ -325,35 +325,6 @@ class Memory:
             seconds=time.perf_counter() - started,
         )
 
-    def _new_collection(self, request: CollectionCreate) -> NewCollection:
-        config, parts = self._parts.config, self._parts
-        template = self._collections.template(request.system_prompt or "")
-        layout = self._collections.layout(request.block_size or config.kv.block_size)
-        fingerprint = self._collections.fingerprint(layout, template.prefix_ids)
-        chunk_tokens = request.chunk_tokens or config.ingest.chunk_tokens
-        room = parts.model.spec.max_context - len(template.prefix_ids)
-        if chunk_tokens >= room:
-            raise BadRequestError(
-                f"a prefix of {len(template.prefix_ids)} tokens and chunks of {chunk_tokens} exceed the "
-                f"model's context of {parts.model.spec.max_context}",
-                hint="shorten the system prompt or lower chunk_tokens",
-            )
-        return NewCollection(
-            name=request.name,
-            fingerprint_digest=fingerprint.digest,
-            fingerprint_json=fingerprint.canonical_json(),
-            embedder_name=parts.embedder.name,
-            embedder_digest=parts.embedder.digest,
-            dim=parts.embedder.dim,
-            max_chunk_tokens=chunk_tokens,
-            block_size=layout.block_size,
-            prefill=request.prefill or config.ingest.prefill,
-            system_prompt=request.system_prompt or "",
-            prefix_ids=tuple(template.prefix_ids),
-            description=request.description,
-            metadata=request.metadata,
-        )
-
     def _read(self, document: DocumentCreate | DocumentUpload, index: int, total: int) -> SourceText:
         _validate(document)
         limit = self._parts.config.ingest.max_document_bytes
@@ -403,18 +374,6 @@ def _check(healthy: Callable[[], bool], reason: str) -> Check:
     except MemKVError as error:
         ok, why = False, error.detail
     return Check(ok=ok, reason="" if ok else why, ms=(time.perf_counter() - started) * 1000.0)
-
-
-def _require_same_settings(row: CollectionRow, new: NewCollection) -> None:
-    names = ("fingerprint_digest", "embedder_digest", "max_chunk_tokens", "prefill", "description")
-    different = [name for name in names if getattr(row, name) != getattr(new, name)]
-    if dict(row.metadata) != dict(new.metadata):
-        different.append("metadata")
-    if different:
-        raise ConflictError(
-            f"collection {row.name!r} exists with another {', '.join(different)}",
-            hint="ask for it by name alone, or choose another name",
-        )
 
 
 def _new_document(document: DocumentCreate | DocumentUpload, source: SourceText) -> NewDocument:
