@@ -5,6 +5,7 @@ Both read more than the last-level cache holds, over and over. Decimal gigabytes
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +32,11 @@ def machine_read_gbs(num_bytes: int, repeats: int) -> float:
     """Best rate of several passes over `num_bytes`, by the fastest of some reductions and thread counts."""
     values = torch.ones(num_bytes // 4, dtype=torch.float32)
     threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     readers: tuple[Callable[[], object], ...] = (values.sum, values.amax)
     best = float("inf")
     try:
-        for count in range(1, threads + 1):
+        for count in range(1, cores + 1):
             torch.set_num_threads(count)
             best = min(best, *(_best_seconds(reader, repeats) for reader in readers))
     finally:
