@@ -82,7 +82,7 @@ class MemoryCalls:
         taken: list[asyncio.Semaphore] = []
         loop = asyncio.get_running_loop()
 
-        def release(_: object = None) -> None:
+        def release() -> None:
             for slot in taken:
                 slot.release()
 
@@ -90,6 +90,7 @@ class MemoryCalls:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the slots with it
                 loop.call_soon_threadsafe(release)
 
+        future: Future[T] | None = None
         try:
             async with asyncio.timeout(self._config.queue_seconds):
                 for slot in slots:
@@ -97,14 +98,13 @@ class MemoryCalls:
                     taken.append(slot)
             future = self._threads.submit(contextvars.copy_context().run, work)
         except TimeoutError as error:
-            release()
             raise Overloaded(
                 f"all {self._config.threads} threads were busy for {self._config.queue_seconds:g} s",
                 hint="try again; or raise server.threads",
             ) from error
-        except BaseException:
-            release()
-            raise
+        finally:
+            if future is None:
+                release()
         future.add_done_callback(release_from_thread)
         return future
 

@@ -11,9 +11,9 @@ import httpx2
 
 from memkv.sdk import plans, requests
 from memkv.sdk.binding import AsyncResource, async_follows, async_lists, async_sends, async_streams
+from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
 from memkv.sdk.replies import Attempts, decode_event, decode_reply, error_of
-from memkv.sdk.requests import Call
 from memkv.wire import QueryEvent
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from memkv.errors import MemKVError
+from memkv.sdk.call import Call, Listing
 from memkv.sdk.pages import AsyncItems, Items
 from memkv.sdk.plans import Plan
-from memkv.sdk.requests import Call, Listing
 from memkv.sdk.streaming import AnswerStream, AsyncAnswerStream, AsyncEventSource, EventSource
 
 P = ParamSpec("P")

@@ -14,10 +14,10 @@ import httpx2
 from memkv.config import Config
 from memkv.sdk import plans, requests
 from memkv.sdk.binding import Resource, Sender, follows, lists, sends, streams
+from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
 from memkv.sdk.local import LocalSender
 from memkv.sdk.replies import Attempts, decode_event, decode_reply, error_of
-from memkv.sdk.requests import Call
 from memkv.wire import QueryEvent
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from memkv.errors import (
     UnprocessableDocumentError,
 )
 from memkv.loopback import is_loopback
-from memkv.sdk.requests import Call
+from memkv.sdk.call import Call
 from memkv.wire import DocumentUpload
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memkv.config import Config, load_config
 from memkv.errors import BadRequestError
-from memkv.sdk.requests import Call
+from memkv.sdk.call import Call
 from memkv.sdk.streaming import EventSource
 from memkv.wire import QueryRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
-from memkv.sdk.requests import Call, Listing
+from memkv.sdk.call import Call, Listing
 from memkv.wire import Page
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -11,8 +12,9 @@ import msgspec
 
 from memkv.errors import BadRequestError, ConflictError, DocumentNotFound
 from memkv.sdk import requests
+from memkv.sdk.call import Call
 from memkv.sdk.replies import error_of_problem
-from memkv.sdk.requests import Call, File
+from memkv.sdk.source import File, read_document
 from memkv.wire import Accepted, Document, Job, Metadata
 
 T = TypeVar("T")
@@ -50,7 +52,7 @@ def create_document(
     Raises:
         MemKVError: what the job failed with, where it was waited for; else what the server refused.
     """
-    document = requests.read_document(
+    document = read_document(
         text=text, file=file, path=path, external_id=external_id, metadata=metadata, title=title
     )
     return (yield from _ingest(collection, document, False, wait, on_progress))
@@ -69,7 +71,7 @@ def upsert_document(
     on_progress: OnProgress | None = None,
 ) -> Plan[Accepted]:
     """Creates or replaces the document of this external id; arguments as in `create`."""
-    document = requests.read_document(
+    document = read_document(
         text=text, file=file, path=path, external_id=external_id, metadata=metadata, title=title
     )
     return (yield from _ingest(collection, document, True, wait, on_progress))
@@ -98,7 +100,7 @@ def _ingest(
     wait: bool | float,
     on_progress: OnProgress | None,
 ) -> Plan[Accepted]:
-    seconds = requests.seconds_of(wait)
+    seconds = _seconds(wait)
     if not seconds >= 0:
         raise BadRequestError("wait must not be negative")
     deadline = time.monotonic() + seconds
@@ -108,7 +110,7 @@ def _ingest(
     if job is None or seconds == 0:
         return accepted
     if job.status not in _FINISHED or on_progress is not None:
-        left = None if seconds == float("inf") else max(0.0, deadline - time.monotonic())
+        left = None if seconds == math.inf else max(0.0, deadline - time.monotonic())
         job = yield from wait_for_job(job, timeout=left, on_progress=on_progress)
         accepted = yield from _refresh(collection, accepted, job)
     if job.status == "failed" and job.errors:
@@ -128,3 +130,10 @@ def _refresh(collection: str, accepted: Accepted, job: Job) -> Plan[Accepted]:
         else:
             documents.append(msgspec.structs.replace(entry, status=current.status))
     return Accepted(job=job, documents=documents)
+
+
+def _seconds(wait: bool | float) -> float:
+    """`wait=True` is for ever, False not at all."""
+    if wait is True:
+        return math.inf
+    return float(wait)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memkv.errors import APIConnectionError, APIError, MemKVError, error_for
-from memkv.sdk.requests import Call
+from memkv.sdk.call import Call
 from memkv.wire import Problem, QueryEvent
 
 T = TypeVar("T")

@@ -5,18 +5,21 @@ A client sends a `Call` through its transport: an HTTP client, blocking or not, 
 
 from __future__ import annotations
 
-import hashlib
-import math
-import mimetypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeVar
-from urllib.parse import quote
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from memkv.errors import BadRequestError
+from memkv.sdk.call import (
+    Call,
+    Listing,
+    collection_path,
+    document_path,
+    json_param,
+    page_params,
+    segment,
+    wait_params,
+)
 from memkv.wire import (
     Accepted,
     Collection,
@@ -38,60 +41,13 @@ from memkv.wire import (
     QueryRequest,
     QueryResponse,
     Readiness,
-    Request,
     Reuse,
     SearchRequest,
     SearchResponse,
     StoreStats,
 )
 
-if TYPE_CHECKING:
-    from memkv.memory import Memory
-
-T = TypeVar("T")
 Order = Literal["asc", "desc"]
-File = bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]  # a pair begins with the file's name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[T]):
-    """One request.
-
-    Attributes:
-        reply: the type of the answer's body; None where there is no body.
-        local: the same request to a memory in this process.
-        repeatable: sending it twice does what sending it once does, so that it may be retried.
-        statuses: besides 2xx, those whose body is a reply and not a problem.
-    """
-
-    method: str
-    path: str
-    reply: type[T] | None
-    local: Callable[[Memory], T]
-    params: Mapping[str, str] = field(default_factory=dict)
-    body: Request | None = None
-    uploads: Sequence[DocumentUpload] = ()
-    repeatable: bool = True
-    statuses: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Listing(Generic[T]):
-    """A list that is read page by page."""
-
-    page: PageRequest
-    call_for: Callable[[PageRequest], Call[Page[T]]]
-
-    @property
-    def call(self) -> Call[Page[T]]:
-        return self.call_for(self.page)
-
-    def after(self, read: Page[T]) -> Listing[T]:
-        """The listing that goes on where `read` ends."""
-        backwards = bool(self.page.before)
-        cursor = {"before": read.first_id} if backwards else {"after": read.last_id}
-        page = PageRequest(limit=self.page.limit, order=self.page.order, **cursor)
-        return Listing(page, self.call_for)
 
 
 # Service
@@ -171,7 +127,7 @@ def get_or_create_collection(
     )
     return Call(
         method="PUT",
-        path=_collection_path(name),
+        path=collection_path(name),
         reply=Collection,
         body=CollectionPut(**msgspec.structs.asdict(wanted)),
         local=lambda memory: memory.create_collection(wanted, exist_ok=True),
@@ -187,7 +143,7 @@ def list_collections(
         return Call(
             method="GET",
             path="/v1/collections",
-            params=_page_params(page),
+            params=page_params(page),
             reply=Page[Collection],
             local=lambda memory: memory.list_collections(page),
         )
@@ -197,13 +153,13 @@ def list_collections(
 
 def get_collection(name: str) -> Call[Collection]:
     """One collection with its counts. Raises `CollectionNotFound`."""
-    path = _collection_path(name)
+    path = collection_path(name)
     return Call(method="GET", path=path, reply=Collection, local=lambda memory: memory.get_collection(name))
 
 
 def delete_collection(name: str) -> Call[None]:
     """Deletes a collection with its documents. Raises `CollectionNotFound`."""
-    path = _collection_path(name)
+    path = collection_path(name)
     return Call(
         method="DELETE",
         path=path,
@@ -216,46 +172,17 @@ def delete_collection(name: str) -> Call[None]:
 # Documents
 
 
-def read_document(
-    *,
-    text: str | None = None,
-    file: File | None = None,
-    path: str | Path | None = None,
-    external_id: str | None = None,
-    metadata: Metadata | None = None,
-    title: str = "",
-) -> DocumentCreate | DocumentUpload:
-    """One document from a text, an open file or a path.
-
-    Raises:
-        BadRequestError: not exactly one of the three is given, or the file cannot be read.
-    """
-    if (text is not None) + (file is not None) + (path is not None) != 1:
-        raise BadRequestError("give exactly one of text, file and path")
-    if text is not None:
-        return DocumentCreate(text=text, title=title, external_id=external_id, metadata=metadata or {})
-    name, data = _read_file(file) if file is not None else _read_path(Path(path or ""))
-    return DocumentUpload(
-        data=data,
-        filename=name,
-        media_type=_media_type(name),
-        title=title,
-        external_id=external_id,
-        metadata=metadata or {},
-    )
-
-
 def ingest_document(
     collection: str, document: DocumentCreate | DocumentUpload, *, keyed: bool = False, wait: float = 0.0
 ) -> Call[Accepted]:
     """Ingests one document; `keyed` replaces the one of the same external id."""
-    path = f"{_collection_path(collection)}/documents"
+    path = f"{collection_path(collection)}/documents"
     if keyed:
         path = document_path(collection, document.external_id or "")
     return Call(
         method="PUT" if keyed else "POST",
         path=path,
-        params=_wait_params(wait),
+        params=wait_params(wait),
         reply=Accepted,
         body=document if isinstance(document, DocumentCreate) else None,
         uploads=[document] if isinstance(document, DocumentUpload) else [],
@@ -273,8 +200,8 @@ def upload_documents(
     """
     return Call(
         method="POST",
-        path=f"{_collection_path(collection)}/documents",
-        params=_wait_params(wait),
+        path=f"{collection_path(collection)}/documents",
+        params=wait_params(wait),
         reply=Accepted,
         uploads=uploads,
         local=lambda memory: memory.ingest(collection, uploads, wait=wait),
@@ -295,11 +222,11 @@ def list_documents(
     """A collection's documents; iterating reads one page after another."""
 
     def call_for(page: PageRequest) -> Call[Page[Document]]:
-        more = {"status": status or "", "filter": "" if filter is None else _json(filter)}
+        more = {"status": status or "", "filter": "" if filter is None else json_param(filter)}
         return Call(
             method="GET",
-            path=f"{_collection_path(collection)}/documents",
-            params=_page_params(page, **more),
+            path=f"{collection_path(collection)}/documents",
+            params=page_params(page, **more),
             reply=Page[Document],
             local=lambda memory: memory.list_documents(collection, page, status=status or "", filter=filter),
         )
@@ -346,7 +273,7 @@ def list_jobs(
         return Call(
             method="GET",
             path="/v1/jobs",
-            params=_page_params(page, status=status or "", collection=collection),
+            params=page_params(page, status=status or "", collection=collection),
             reply=Page[Job],
             local=lambda memory: memory.list_jobs(page, status=status or "", collection=collection),
         )
@@ -358,8 +285,8 @@ def get_job(job_id: str, *, wait: float = 0.0) -> Call[Job]:
     """One job; with `wait`, as soon as it is finished or after so many seconds. Raises `JobNotFound`."""
     return Call(
         method="GET",
-        path=f"/v1/jobs/{_segment(job_id)}",
-        params=_wait_params(wait),
+        path=f"/v1/jobs/{segment(job_id)}",
+        params=wait_params(wait),
         reply=Job,
         local=lambda memory: memory.wait_job(job_id, wait),
     )
@@ -442,78 +369,3 @@ def query(
         body=wanted,
         local=lambda memory: memory.query(wanted),
     )
-
-
-def document_path(collection: str, document: str) -> str:
-    """Raises `BadRequestError` for a document that no path can name."""
-    if not document:
-        raise BadRequestError("the document's id is empty")
-    return f"{_collection_path(collection)}/documents/{_segment(document)}"
-
-
-def _collection_path(name: str) -> str:
-    if not name:
-        raise BadRequestError("the collection's name is empty")
-    return f"/v1/collections/{_segment(name)}"
-
-
-def _segment(text: str) -> str:
-    """One segment of a path, whatever the text: `.` and `..` would otherwise lead to another path."""
-    try:
-        quoted = quote(text, safe="")
-    except UnicodeEncodeError as error:
-        raise BadRequestError("an id holds a lone surrogate") from error
-    return quoted.replace(".", "%2E") if not text.strip(".") else quoted
-
-
-def _page_params(page: PageRequest, **more: str) -> dict[str, str]:
-    params = {
-        "limit": str(page.limit),
-        "order": page.order,
-        "after": page.after,
-        "before": page.before,
-        **more,
-    }
-    return {name: value for name, value in params.items() if value}
-
-
-def _wait_params(wait: float) -> dict[str, str]:
-    return {"wait": f"{wait:g}"} if wait > 0 else {}
-
-
-def _json(value: Any) -> str:
-    try:
-        return msgspec.json.encode(value).decode("utf-8")
-    except (TypeError, msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequestError("the filter is no JSON object") from error
-
-
-def _read_file(file: File) -> tuple[str, bytes]:
-    name, content = file if isinstance(file, tuple) else (getattr(file, "name", ""), file)
-    data = content if isinstance(content, bytes) else content.read()
-    if not isinstance(data, bytes):
-        raise BadRequestError("the file is open as text", hint='open it with "rb"')
-    if not isinstance(name, str) or not Path(name).name:
-        # A name is a document's key where no external id is given: two nameless files are not the same.
-        name = f"{hashlib.sha256(data).hexdigest()[:32]}.txt"
-    return Path(name).name, data
-
-
-def _read_path(path: Path) -> tuple[str, bytes]:
-    try:
-        return path.name, path.read_bytes()
-    except OSError as error:
-        raise BadRequestError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _media_type(name: str) -> str:
-    if name.lower().endswith((".md", ".markdown")):
-        return "text/markdown"
-    return mimetypes.guess_type(name)[0] or "application/octet-stream"
-
-
-def seconds_of(wait: bool | float) -> float:
-    """`wait=True` is for ever, False not at all."""
-    if wait is True:
-        return math.inf
-    return float(wait)
