@@ -1,6 +1,7 @@
 """What the server, the SDK and `Memory` say to one another: typed structs, JSON on the wire.
 
-Requests refuse unknown fields. No torch and no SQLAlchemy here.
+Requests refuse unknown fields. No torch and no SQLAlchemy here. Longer than other modules: it is the whole
+vocabulary, in the order of the chapters of the API, and nearly without logic.
 """
 
 from __future__ import annotations
@@ -409,28 +410,30 @@ QueryEvent = QueryCreated | RetrievalCompleted | OutputDelta | CitationAdded | Q
 
 
 class StoreStats(Reply, frozen=True, kw_only=True):
+    store_id: str
+    data_dir: str
+    generation: int  # grows with every change
     collections: int
     documents: int
     chunks: int
+    tokens: int
     kv_files: int
     kv_bytes: int
-    kv_bytes_unreferenced: int
-    database: dict[str, str]  # backend, version and the settings that durability rests on
+    database: dict[str, str]  # the backend and the settings that durability rests on
+    warnings: list[str]  # what makes it less durable than it could be
     pool: dict[str, int]  # blocks by state
-    loads: int
-    damaged: int
-    healed: int
+    counters: dict[str, int]  # since the store was opened: hits, misses, damaged_<kind>, quarantined ...
 
 
 class StoreProblem(Reply, frozen=True, kw_only=True):
-    kind: str  # missing | damaged | orphan | ...
-    subject: str
+    kind: str  # missing | truncated | orphan | index | ...
+    name: str  # of the file or collection
     detail: str
-    hint: str = ""
 
 
 class StoreVerification(Reply, frozen=True, kw_only=True):
-    files_checked: int
-    bytes_checked: int
+    full: bool  # every byte was read and checked
+    kv_files: int
+    kv_bytes: int
     problems: list[StoreProblem]
     seconds: float
