@@ -6,6 +6,8 @@
 
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
+#include "cpu/huge_pages.h"
+#include "cpu/read_probe.h"
 #include "cpu/thread_pool.h"
 #include "cpu/write_kv.h"
 
@@ -152,6 +154,17 @@ NB_MODULE(_kernels, m) {
       arg("block_mass"),
       release());
 
+  m.def(
+      "read_floats",
+      [](uintptr_t data, int64_t count) { return read_floats(pointer<float>(data), count); },
+      arg("data"),
+      arg("count"),
+      release());
+  m.def(
+      "prefer_huge_pages",
+      [](uintptr_t begin, size_t bytes) { return prefer_huge_pages(pointer<void>(begin), bytes); },
+      arg("begin"),
+      arg("bytes"));
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads, arg("count"), release());
   m.def("isa", [] { return std::string(kernels().name); });

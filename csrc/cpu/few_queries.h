@@ -43,7 +43,7 @@ class FewQueries {
 
   void attend(const Piece* pieces, int num_pieces, const Partial& partial) {
     list_blocks(pieces, num_pieces);
-    for (int i = 0; i < num_listed_ && i < kTileBlocks; ++i) prefetch_block(i);
+    for (int i = 0; i < num_listed_ && i < kAhead; ++i) prefetch_block(i);
     begin();
     int listed = 0;
     for (int i = 0; i < num_pieces; ++i) {
@@ -59,12 +59,13 @@ class FewQueries {
   }
 
  private:
-  static constexpr int kTileBlocks = kTileTokens / kBlock;
-  static constexpr int kScoreStride = kTileTokens + 2 * kLanes;  // lookup() reads past the end
-  static constexpr int kTokensInLoad = kLanes / 4;               // of K
-  static constexpr int kGroup = kLanes == 16 ? 4 : 2;            // rows held in registers
-  static constexpr int kSplit = sizeof(T) == 2 ? 2 : 1;          // registers that a load widens to
-  static constexpr int kLoad = kLanes * kSplit;                  // elements of V in a load
+  static constexpr int kTileBlocks = kFewTileTokens / kBlock;
+  static constexpr int kAhead = 4;  // blocks between the one at work and the one asked for
+  static constexpr int kScoreStride = kFewTileTokens + 2 * kLanes;  // lookup() reads past the end
+  static constexpr int kTokensInLoad = kLanes / 4;                  // of K
+  static constexpr int kGroup = kLanes == 16 ? 4 : 2;               // rows held in registers
+  static constexpr int kSplit = sizeof(T) == 2 ? 2 : 1;  // registers that a load widens to
+  static constexpr int kLoad = kLanes * kSplit;          // elements of V in a load
   static constexpr int kLoadsInRow = kBlock > kLoad ? kBlock / kLoad : 1;
   static constexpr int kRowsInLoad = kBlock < kLoad ? kLoad / kBlock : 1;
   static constexpr int kLanesOfRow = kLanes / kRowsInLoad;
@@ -86,14 +87,14 @@ class FewQueries {
     const char* v = reinterpret_cast<const char*>(v_slab(listed));
     const int64_t bytes = view_.slab_size() * int64_t(sizeof(T));
     for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(k + i);
-      __builtin_prefetch(v + i);
+      __builtin_prefetch(k + i, 0, 2);
+      __builtin_prefetch(v + i, 0, 2);
     }
   }
 
   // The block to ask for while this one is worked on.
   int ahead_of(int listed) const {
-    return listed + kTileBlocks < num_listed_ ? listed + kTileBlocks : listed;
+    return listed + kAhead < num_listed_ ? listed + kAhead : listed;
   }
 
   const T* k_slab(int listed) const { return view_.k_slab(blocks_[listed], tile_.kv_head); }
@@ -146,6 +147,9 @@ class FewQueries {
     for (int slot = 0; slot < slots; slot += kLanes) score_slots(listed, count, slot);
     for (int row = 0; row < tile_.num_rows; ++row) weigh(row, slots, first_token);
     int i = 0;
+    if constexpr (kGroup == 4) {
+      for (; i + 3 < count; i += 4) add_values<4>(listed + i, i, first_token);
+    }
     for (; i + 1 < count; i += 2) add_values<2>(listed + i, i, first_token);
     if (i < count) add_values<1>(listed + i, i, first_token);
   }
@@ -194,8 +198,8 @@ class FewQueries {
         Vec a, b;
         load_step(k[v] + d * kBlock, a, b);
         if (v * kLanes % 16 == 0) {
-          __builtin_prefetch(next[v] + d * kBlock);
-          if (kSplit == 1) __builtin_prefetch(next[v] + (d + 4) * kBlock);
+          __builtin_prefetch(next[v] + d * kBlock, 0, 2);
+          if (kSplit == 1) __builtin_prefetch(next[v] + (d + 4) * kBlock, 0, 2);
         }
         for (int r = 0; r < kRows; ++r) {
           sums[r][v] = multiply_add(a, q[r][0], multiply_add(b, q[r][1], sums[r][v]));
@@ -224,8 +228,8 @@ class FewQueries {
       top = larger(top, s);
       s.store(score + i);
     }
-    const float keep = state_[row].raise(largest(top));
-    if (keep != 1.0f) scale_row(row, keep);
+    const float highest = largest(top);
+    if (highest > state_[row].max) scale_row(row, state_[row].raise(highest));
     const Vec max = Vec::all(finite_or_zero(state_[row].max));
     for (int i = 0; i < slots; i += kLanes) {
       exp2_of(Vec::load(score + i) - max).store(score + i);
@@ -239,11 +243,29 @@ class FewQueries {
     return Vec::select(inside, score, Vec::all(kMinusInfinity));
   }
 
+  // Rows are worked on in groups of kGroup, the last of them smaller.
+  struct RowPlace {
+    int first, rows;  // of the group
+    int within;
+  };
+
+  RowPlace place_of(int row) const {
+    const int first = row / kGroup * kGroup;
+    const int left = tile_.num_rows - first;
+    return {first, left < kGroup ? left : kGroup, row - first};
+  }
+
   void scale_row(int row, float keep) {
-    const int floats = head_dim_ * kLanes / kRowsInLoad;
-    float* out = out_ + row * floats;
-    for (int i = 0; i < floats; ++i) out[i] *= keep;
-    for (int i = 0; i < kLanes; ++i) sum_[row * kLanes + i] *= keep;
+    const int num_sums = head_dim_ / kRowsInLoad;
+    const RowPlace place = place_of(row);
+    float* out = out_ + place.first * num_sums * kLanes + place.within * kLanes;
+    const Vec factor = Vec::all(keep);
+    for (int n = 0; n < num_sums; ++n) {
+      float* lanes = out + n * place.rows * kLanes;
+      (Vec::load(lanes) * factor).store(lanes);
+    }
+    float* lanes = sum_ + row * kLanes;
+    (Vec::load(lanes) * factor).store(lanes);
   }
 
   // V of kBlocks blocks, of which the first is number `in_tile` of the tile.
@@ -287,6 +309,12 @@ class FewQueries {
     const int num_sums = head_dim_ / kRowsInLoad;
     float* out = out_ + row * num_sums * kLanes;
     float* sum = sum_ + row * kLanes;
+    const T* mine[kBlocks];
+    const T* ahead[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
+      mine[b] = v[b];
+      ahead[b] = next[b];
+    }
     Vec weight[kBlocks][kLoadsInRow][kSplit][kRows];
     for (int r = 0; r < kRows; ++r) {
       // The sum of weights takes the steps that a row of V would: values of 1 give exactly 1.
@@ -304,13 +332,13 @@ class FewQueries {
     }
     for (int n = 0; n < num_sums; ++n) {
       Vec sums[kRows];
-      for (int r = 0; r < kRows; ++r) sums[r] = Vec::load(out + (r * num_sums + n) * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r] = Vec::load(out + (n * kRows + r) * kLanes);
       for (int b = 0; b < kBlocks; ++b) {
         for (int i = 0; i < kLoadsInRow; ++i) {
           const int at = (n * kLoadsInRow + i) * kLoad;
           Vec x[kSplit];
-          load_values(v[b] + at, x);
-          if (at * sizeof(T) % 64 == 0) __builtin_prefetch(next[b] + at);
+          load_values(mine[b] + at, x);
+          if (at * sizeof(T) % 64 == 0) __builtin_prefetch(ahead[b] + at, 0, 2);
           for (int half = 0; half < kSplit; ++half) {
             for (int r = 0; r < kRows; ++r) {
               sums[r] = multiply_add(x[half], weight[b][i][half][r], sums[r]);
@@ -318,7 +346,7 @@ class FewQueries {
           }
         }
       }
-      for (int r = 0; r < kRows; ++r) sums[r].store(out + (r * num_sums + n) * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r].store(out + (n * kRows + r) * kLanes);
     }
   }
 
@@ -326,9 +354,12 @@ class FewQueries {
     for (int row = 0; row < tile_.num_rows; ++row) {
       state_[row].sum = sum_lanes(sum_ + row * kLanes);
       partial.state[row] = state_[row];
-      const float* lanes = out_ + row * head_dim_ * kLanesOfRow;
+      const RowPlace place = place_of(row);
+      const float* out = out_ + (place.first * (head_dim_ / kRowsInLoad) + place.within) * kLanes;
       for (int d = 0; d < head_dim_; ++d) {
-        partial.out[row * head_dim_ + d] = sum_lanes(lanes + d * kLanesOfRow);
+        const int lane = d % kRowsInLoad * kLanesOfRow;
+        const float* lanes = out + d / kRowsInLoad * place.rows * kLanes + lane;
+        partial.out[row * head_dim_ + d] = sum_lanes(lanes);
       }
     }
   }
@@ -348,7 +379,7 @@ class FewQueries {
   const int head_dim_;
   float* query_;   // [row][head_dim], scaled, as the model rotated it
   float* packed_;  // [row][head_dim], turned for the segment, in load_step()'s order
-  float* out_;     // [row][head_dim / kRowsInLoad][kLanes], partial sums
+  float* out_;     // [group of rows][head_dim / kRowsInLoad][row of group][kLanes], partial sums
   float* sum_;     // [row][kLanes], partial sums of weights
   float* score_;   // [row][kScoreStride], scores, then weights, of the tile
   T* v_tail_;      // [head_dim][kBlock], the last block of a segment without its unused slots

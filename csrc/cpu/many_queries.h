@@ -49,9 +49,9 @@ class ManyQueries {
       for (int32_t token = tokens_.begin; token < tokens_.end; token += kTileTokens) {
         const int count = count_of(token);
         if (!seen_by_any(token, count)) continue;
-        score_tile(pieces[i], token, count);
-        weigh(token, count);
-        add_values(pieces[i], token, count);
+        score_tile(token, count);
+        weigh(count);
+        add_values(token, count);
       }
     }
     end(partial);
@@ -68,7 +68,7 @@ class ManyQueries {
       for (int32_t token = tokens_.begin; token < tokens_.end; token += kTileTokens) {
         const int count = count_of(token);
         if (!seen_by_any(token, count)) continue;
-        score_tile(pieces[i], token, count);
+        score_tile(token, count);
         for (int at = 0; at < count; at += kBlock) add_mass_of_block(token, at, count);
       }
     }
@@ -159,8 +159,22 @@ class ManyQueries {
     return to;
   }
 
-  void score_tile(const Piece&, int32_t token, int count) {
+  // Asks for what the next tile will read, one block for each block at work.
+  void prefetch_after(int32_t token) const {
+    if (token + kTileTokens >= tokens_.end) return;
+    const int32_t block = block_of(token + kTileTokens);
+    const char* k = reinterpret_cast<const char*>(view_.k_slab(block, tile_.kv_head));
+    const char* v = reinterpret_cast<const char*>(view_.v_slab(block, tile_.kv_head));
+    const int64_t bytes = view_.slab_size() * int64_t(sizeof(T));
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(k + i, 0, 2);
+      __builtin_prefetch(v + i, 0, 2);
+    }
+  }
+
+  void score_tile(int32_t token, int count) {
     for (int at = 0; at < count; at += kBlock) {
+      prefetch_after(token + at);
       const float* keys =
           widen(view_.k_slab(block_of(token + at), tile_.kv_head), keys_, view_.slab_size());
       const int slots = count - at < kBlock ? count - at : kBlock;
@@ -229,7 +243,7 @@ class ManyQueries {
   }
 
   // Scores become weights. The sum takes them in the order in which the values are added.
-  void weigh(int32_t, int count) {
+  void weigh(int count) {
     for (int row = 0; row < columns_; row += kLanes) {
       float* score = score_ + row;
       Vec top = Vec::load(score);
@@ -247,7 +261,7 @@ class ManyQueries {
     }
   }
 
-  void add_values(const Piece&, int32_t token, int count) {
+  void add_values(int32_t token, int count) {
     const float* values[kTileTokens / kBlock];
     for (int at = 0; at < count; at += kBlock) {
       values[at / kBlock] = widen(view_.v_slab(block_of(token + at), tile_.kv_head),

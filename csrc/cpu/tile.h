@@ -22,8 +22,9 @@ namespace memkv {
 
 inline constexpr int kTileRows = 48;    // a multiple of every instruction set's lanes times 3
 inline constexpr int kTileTokens = 64;  // keys scored at a time
-inline constexpr int kFewRows = 8;      // up to so many rows, keys and values stream once
-inline constexpr int kRangeTokensFew = 1024;
+inline constexpr int kFewTileTokens = 128;
+inline constexpr int kFewRows = 16;  // up to so many rows, keys and values stream once
+inline constexpr int kRangeTokensFew = 2048;
 inline constexpr int kRangeTokensMany = 4096;
 inline constexpr int kLeastBlock = 8;
 inline constexpr int kMaxHeadDim = 512;

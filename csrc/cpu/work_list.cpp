@@ -3,6 +3,30 @@
 #include <algorithm>
 
 namespace memkv {
+namespace {
+
+// Cuts pieces[first], ... so that every range has `size` blocks, the last perhaps fewer.
+void cut(std::vector<Piece>& pieces, size_t first, int32_t size, std::vector<Range>& ranges) {
+  const std::vector<Piece> whole(pieces.begin() + first, pieces.end());
+  pieces.resize(first);
+  ranges.push_back({int(first), 0});
+  int32_t room = size;
+  for (Piece piece : whole) {
+    while (piece.first_block < piece.end_block) {
+      if (room == 0) {
+        ranges.push_back({int(pieces.size()), 0});
+        room = size;
+      }
+      const int32_t taken = std::min(piece.end_block - piece.first_block, room);
+      pieces.push_back({piece.segment, piece.first_block, piece.first_block + taken});
+      ++ranges.back().num_pieces;
+      piece.first_block += taken;
+      room -= taken;
+    }
+  }
+}
+
+}  // namespace
 
 int64_t cut_ranges(const Attention& call,
                    int64_t sequence,
@@ -13,29 +37,20 @@ int64_t cut_ranges(const Attention& call,
                    std::vector<Range>& ranges) {
   const StepPlan& plan = call.plan;
   const int block_size = call.cache.block_size;
+  const size_t first_piece = pieces.size();
   int64_t num_blocks = 0;
-  ranges.push_back({int(pieces.size()), 0});
-  int room = range_blocks;
   for (int32_t s = plan.segment_start[sequence]; s < plan.segment_start[sequence + 1]; ++s) {
     const Segment& segment = plan.segments[s];
     const int32_t begin = visible_tokens(segment, first_position, call.window).begin;
     const int32_t end = visible_tokens(segment, last_position, call.window).end;
     if (begin >= end) continue;
-    int32_t block = begin / block_size;
-    const int32_t end_block = (end - 1) / block_size + 1;
-    num_blocks += end_block - block;
-    while (block < end_block) {
-      if (room == 0) {
-        ranges.push_back({int(pieces.size()), 0});
-        room = range_blocks;
-      }
-      const int32_t taken = std::min(end_block - block, room);
-      pieces.push_back({s, block, block + taken});
-      ++ranges.back().num_pieces;
-      block += taken;
-      room -= taken;
-    }
+    pieces.push_back({s, begin / block_size, (end - 1) / block_size + 1});
+    num_blocks += pieces.back().end_block - pieces.back().first_block;
   }
+  // As few ranges as may be, all of one size but for the last.
+  const int64_t num_ranges = std::max<int64_t>(1, (num_blocks + range_blocks - 1) / range_blocks);
+  const int64_t size = (num_blocks + num_ranges - 1) / num_ranges;
+  cut(pieces, first_piece, int32_t(size), ranges);
   return num_blocks;
 }
 

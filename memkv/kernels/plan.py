@@ -2,16 +2,16 @@
 
     sequence   0              1
     rows of q  |0 1 2 3 4|    |5|                        query_start   = [0, 5, 6]
-    segments   A(54) B(97)    A(54) C(0) D(16)           segment_start = [0, 2, 5]
+    segments   A(54) B(97)    A(54) C(0)                 segment_start = [0, 2, 4]
 
-    segment    first entry ──► block_ids   num_tokens   position   stored_position
-      A        0  [7 2 9 4]                54           0          0
-      B        4  [1 8 3 5 6 0 12]         97           54         31
-      A        0  (the same entries)       54           16         0       one block, two places
-      ...
+    segment    first entry ──► block_ids     num_tokens   position   stored_position
+      A        0   [7 2 9 4]                 54           0          0
+      B        4   [1 8 3 5 6 0 12]          97           54         31
+      A        11  [7 2 9 4]                 54           16         0          the same blocks, elsewhere
+      C        15  []                        0            70         70
 
-A segment's blocks are full but for the last, so that token `i` stands in entry `first + i // block_size`. Its key was
-rotated at `stored_position + i` and is to count as one at `position + i`.
+A segment's blocks are full but for the last, so that token `i` stands in entry `first + i // block_size`. Its
+key was rotated at `stored_position + i` and is to count as one at `position + i`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Rotation:
     """The RoPE of a layer, as far as moving a key needs it. Let layers that rotate alike share one object.
 
     Attributes:
-        inv_freq: float64 [rotary_dim / 2], radians per position. Scaled cos and sin (YaRN's attention factor) are
-            not part of it: the move is a pure rotation.
+        inv_freq: float64 [rotary_dim / 2], radians per position. Scaled cos and sin (YaRN's attention factor)
+            are not part of it: the move is a pure rotation.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + rotary_dim / 2), as in GPT-NeoX.
     """
 
@@ -61,9 +61,9 @@ class AttentionResult:
 
     Attributes:
         out: [num_tokens, num_heads, head_dim], q's dtype. Rows that see no key are 0.
-        lse: [num_tokens, num_heads] float32, natural log of the sum of exp(score); -inf for rows that see no key.
-        block_mass: [num_heads, num_entries] float32: softmax mass that each entry of `plan.block_ids` received,
-            summed over the query rows of every sequence that maps the entry.
+        lse: [num_tokens, num_heads] float32, log of the sum of exp(score); -inf for rows that see no key.
+        block_mass: [num_heads, num_entries] float32: softmax mass that each entry of `plan.block_ids`
+            received, summed over the query rows of its sequence.
     """
 
     out: Tensor
@@ -80,7 +80,8 @@ class AttentionPlan:
         query_position: [num_tokens], absolute position of each row; any order, holes allowed.
         segment_start: [num_seqs + 1], rows of `segments` that each sequence owns.
         segments: [num_segments, 4]: first entry in `block_ids`, num_tokens, position, stored_position.
-        block_ids: [num_entries]. Entries past those that a segment needs may hold anything.
+        block_ids: [num_entries]. Entries past those that a segment needs may hold anything; no two segments
+            share an entry, though they may name the same block.
     """
 
     query_start: Tensor
@@ -89,9 +90,7 @@ class AttentionPlan:
     segments: Tensor
     block_ids: Tensor
     _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _fits: set[tuple[int, int]] = field(
-        default_factory=set, init=False, repr=False
-    )  # (num_blocks, block_size)
+    _fits: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)  # blocks, their size
 
     def __post_init__(self) -> None:
         shapes = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}
@@ -99,7 +98,7 @@ class AttentionPlan:
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tensor.dim() != dim or not tensor.is_contiguous():
                 raise KernelArgumentError(
-                    f"plan.{name} is {tensor.dtype} {list(tensor.shape)}: contiguous int32 with {dim} dims is needed"
+                    f"plan.{name} is {tensor.dtype} {list(tensor.shape)}, not contiguous {dim}-D int32"
                 )
             if tensor.device != self.query_start.device:
                 raise KernelArgumentError(f"plan.{name} is on {tensor.device}, query_start on {self.device}")
@@ -118,7 +117,7 @@ class AttentionPlan:
         query_positions: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> Self:
-        """One plan from each sequence's segments (blocks, num_tokens, position, stored_position) and query positions."""
+        """A plan from each sequence's segments, as SegmentInts, and the positions of its query rows."""
         if len(tables) != len(query_positions):
             raise KernelArgumentError(
                 f"{len(tables)} block tables but query positions of {len(query_positions)}"
@@ -166,7 +165,7 @@ class AttentionPlan:
         return self.block_ids.numel()
 
     def validate(self, num_blocks: int, block_size: int) -> None:
-        """Check every bound that the kernels rely on. The first call for a pair costs, later ones do not.
+        """Check every bound that the kernels rely on; what was found good is not checked again.
 
         Raises:
             KernelArgumentError: rows, segments, entries or block ids are out of range.
@@ -189,24 +188,24 @@ class AttentionPlan:
             if wrong.any():
                 index = int(wrong.argmax())
                 raise KernelArgumentError(f"segment {index} has {name}: {segments[index].tolist()}")
+        uses = np.zeros(self.num_entries + 1, dtype=np.int64)  # +1 where a segment begins, -1 past its end
+        np.add.at(uses, first[needed > 0], 1)
+        np.add.at(uses, (first + needed)[needed > 0], -1)
+        uses = uses[:-1].cumsum()
         ids = self.block_ids.cpu().numpy()
-        used = np.zeros(
-            self.num_entries + 1, dtype=np.int64
-        )  # +1 where a segment's entries begin, -1 past them
-        np.add.at(used, first[needed > 0], 1)
-        np.add.at(used, (first + needed)[needed > 0], -1)
-        wrong = (used[:-1].cumsum() > 0) & ((ids < 0) | (ids >= num_blocks))
-        if wrong.any():
-            entry = int(wrong.argmax())
-            raise KernelArgumentError(
-                f"block id {ids[entry]} in entry {entry}, but the pool has {num_blocks} blocks"
-            )
+        for name, wrong in {
+            "belongs to two segments": uses > 1,
+            f"names a block outside the pool of {num_blocks}": (uses > 0) & ((ids < 0) | (ids >= num_blocks)),
+        }.items():
+            if wrong.any():
+                entry = int(wrong.argmax())
+                raise KernelArgumentError(f"entry {entry} of block_ids, {ids[entry]}, {name}")
         self._fits.add((num_blocks, block_size))
 
     def turns(self, rotation: Rotation) -> Tensor:
         """cos and sin of -(position - stored_position) * inv_freq: float32 [num_segments, 2, rotary_dim / 2].
 
-        Angles are float64, so that an offset of 131,071 keeps all of float32's digits. Kept for the plan's life.
+        Angles are float64, so that an offset of 131,071 keeps float32's digits. Kept for the plan's life.
         """
         found = self._turns.get(rotation)
         if found is None:

@@ -1,6 +1,6 @@
 """The kernels in plain PyTorch, on any device: what `ops` computes, written for reading.
 
-    score(p, j) = scale * R(p - d) q · R(j) k        d = position - stored_position of the segment that holds j
+    score(p, j) = scale * R(p - d) q · R(j) k      d = position - stored_position of the segment that holds j
     out(p)      = sum_j softmax_j(score(p, j)) v_j   over keys with  p - window < position of j <= p
 
 q arrives rotated to p, so the kernel turns it by -d once per segment; stored keys are never touched.
