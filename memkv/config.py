@@ -266,9 +266,13 @@ def _read_file(path: Path) -> dict[str, object]:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", hint="name another file: --config FILE"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", hint="memkv init --config FILE writes a valid one"
+        ) from error
     found: dict[str, object] = {}
     for section, table in tree.items():
         if not isinstance(table, dict):

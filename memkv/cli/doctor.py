@@ -81,7 +81,8 @@ def check_kernels(config: Config) -> Iterator[Finding]:
     except ExtensionMissing as error:
         yield Finding("kernels", "failed", error.detail, error.hint)
         return
-    yield Finding("kernels", "ok", f"built; {_dispatch()}, {threads} threads")
+    runnable = ", ".join(ops.runnable_isas())
+    yield Finding("kernels", "ok", f"built; {ops.isa()} of {runnable}; {threads} threads")
 
 
 def check_torch(config: Config) -> Iterator[Finding]:
@@ -237,9 +238,3 @@ CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_port,
     check_threads,
 )
-
-
-def _dispatch() -> str:
-    """The instruction set that the compiled kernels chose on this processor."""
-    kernels = importlib.import_module("memkv._kernels")
-    return f"{kernels.isa()} of {', '.join(kernels.runnable_isas())}"
