@@ -202,7 +202,6 @@ class Lane:
             positions = part.positions
             completes = part.completes
             part.run.done += part.count
-            part.owner.last_step = self.counters.steps
             self.counters.prefilled_tokens += 0 if part.owner.num_generated else part.count
             if part.num_logits:
                 assert logits is not None

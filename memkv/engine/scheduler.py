@@ -118,12 +118,10 @@ class Scheduler:
     def generation_parts(self) -> list[Part[Sequence]]:
         """One token of every sequence in the middle of its answer, then prompts in order of admission.
 
-        Where even the answers exceed a step, those that waited longest for their turn go first.
+        A prompt gets what the answers leave, so that there are never more answers than tokens in a step.
         """
         budget = self._config.max_batch_tokens
-        answering = sorted(
-            (each for each in self.running if each.num_generated), key=lambda each: each.last_step
-        )
+        answering = [each for each in self.running if each.num_generated]
         prompts = [each for each in self.running if not each.num_generated]
         parts: list[Part[Sequence]] = []
         for sequence in (*answering, *prompts):

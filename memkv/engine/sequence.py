@@ -69,7 +69,6 @@ class Sequence:
         self.since = now  # submitted
         self.deadline = now + (queue_seconds if request.queue_seconds is None else request.queue_seconds)
         self.is_finished = False
-        self.last_step = -1  # the step that last computed a token of it
         self.run: TokenRun | None = None
         self._eos_token_ids = () if request.sampling.ignore_eos else eos_token_ids
         self._answer = AnswerText(request.decoder() if request.decoder else None, request.sampling.stop)

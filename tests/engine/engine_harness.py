@@ -140,6 +140,9 @@ class FakeRunner:
         if self.before is not None:
             self.before(batch)
         self.batches.append(batch)
+        for table, of_owner in zip(batch.tables, batch.positions, strict=True):
+            ends = [position + num_tokens for _, num_tokens, position, _ in table]
+            assert max(ends) == of_owner[-1] + 1, "what is not written yet is offered to the kernel"
         k_cache, v_cache = (view.numpy() for view in kv_cache.layer(0))
         size = kv_cache.layout.block_size
         positions = [position for of_owner in batch.positions for position in of_owner]

@@ -37,7 +37,7 @@ class ReadsByHand:
 
     def __init__(self) -> None:
         self.hold = False
-        self.pending: list[Callable[[], None]] = []
+        self.pending: list[tuple[str, Callable[[], None]]] = []
         self.written: list[tuple[str, ChunkKV]] = []
 
     def read(self, ref: ChunkRef, source: KVSource, done: Callable[[ReadOutcome], None]) -> None:
@@ -49,9 +49,19 @@ class ReadsByHand:
             done(outcome)
 
         if self.hold:
-            self.pending.append(work)
+            self.pending.append((ref.input_key, work))
         else:
             work()
+
+    def come_back(self, *keys: str) -> None:
+        """Lets the pending reads of these chunks come back, or all of them; later ones do at once."""
+        self.hold = bool(keys)
+        pending, self.pending = self.pending, []
+        for key, work in pending:
+            if keys and key not in keys:
+                self.pending.append((key, work))
+            else:
+                work()
 
     def write(self, ref: ChunkRef, source: KVSource, kv: ChunkKV) -> None:
         source.write(ref, kv)

@@ -212,7 +212,7 @@ def test_chunks_of_an_ingest_come_back_in_order_with_progress(engine: Engine, pr
     )
     assert [kv.num_tokens for kv in kvs] == [20 + index for index in range(7)]
     assert progress == [(index + 1, 7) for index in range(7)]
-    assert source.writes == ["prefix"]
+    wait_until(lambda: source.writes == ["prefix"])
     for ref, kv in zip(chunks, kvs, strict=True):
         source.kept[ref.input_key] = kv
     engine.drop(ref.input_key for ref in chunks)

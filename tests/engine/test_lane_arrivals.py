@@ -114,9 +114,7 @@ def test_a_source_that_fails_fails_one_request_only(driver: Driver) -> None:
     driver.source = healthy
     second = driver.submit(a)
     driver.settle()
-    driver.loader.hold = False
-    for work in driver.loader.pending:
-        work()
+    driver.loader.come_back()
     driver.finish(second)
     with pytest.raises(Overloaded, match="busy"):
         first.generation.result(0)
@@ -147,21 +145,30 @@ def test_a_read_that_does_not_return_in_time_fails_who_waits_for_it() -> None:
     driver.assert_idle()
 
 
-def test_a_prefix_dropped_and_unreadable_strands_nobody(driver: Driver) -> None:
-    """Two wait for one chunk, behind two lives of the same prefix."""
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_prefix_that_is_dropped_and_then_not_found_strands_nobody(driver: Driver, fails: bool) -> None:
+    """Two wait for one chunk, behind two lives of the same prefix; the first one gives up."""
     a = driver.prompts.chunk(40, "a")
     driver.loader.hold = True
     first = driver.submit(a)
     driver.settle()
+    driver.loader.come_back("a")  # nothing there: it is to be computed behind the first life
+    driver.settle()
     driver.lane.residency.drop(["prefix"])
     second = driver.submit(a)
     driver.settle()
-    reads = {work.__closure__[1].cell_contents.input_key: work for work in driver.loader.pending[:2]}  # type: ignore[index]
-    reads["a"]()  # nothing there: to be computed behind the first prefix
-    driver.settle()
     driver.lane.cancel(first)
-    driver.loader.hold = False
-    for work in [*driver.loader.pending]:
-        work()
+    driver.settle()
+
+    def broken(ref: ChunkRef) -> ChunkKV | None:
+        raise Overloaded("the database is busy")
+
+    driver.source.on_read = broken if fails else None
+    one, other = driver.loader.pending
+    assert one[0] == other[0] == "prefix"
+    one[1]()
+    driver.source.on_read = None
+    driver.loader.pending = [other]
+    driver.loader.come_back()
     driver.finish(second)
     driver.assert_idle()

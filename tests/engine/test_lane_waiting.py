@@ -129,9 +129,7 @@ def test_cancel_gives_everything_back_at_once(moment: str) -> None:
         assert len(result.token_ids) == (4 if moment == "answer" else 0)
     if moment == "waiting":
         driver.finish(blocker)
-    for work in driver.loader.pending:  # a read that comes back for nobody
-        work()
-    driver.loader.hold = False
+    driver.loader.come_back()  # for nobody
     driver.settle()
     driver.finish(driver.submit(a))
     driver.assert_idle()
