@@ -16,6 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from memkv.text.sentences import sentence_spans
 
@@ -178,12 +179,13 @@ def _tokens(text: str) -> Iterable[str]:
     """Words and numbers; of scripts without blanks, every two neighbouring characters."""
     for match in _WORD.finditer(text):
         word = match.group()
-        if len(word) == 1 or not _UNSPACED.match(word):
+        if word.isascii() or len(word) == 1 or not _UNSPACED.match(word):
             yield word
         else:
             yield from (word[i : i + 2] for i in range(len(word) - 1))
 
 
+@lru_cache(maxsize=8192)
 def _stem(token: str) -> str:
     """Lower case without the commonest English endings; numbers without their commas."""
     if token[0].isdigit():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from memkv.text.tokenizer import StreamDecoder, TextTokenizer
@@ -104,6 +104,21 @@ def test_pieces_have_no_blank_put_in_front(fallback_tokenizer: PreTrainedTokeniz
     assert len(tokenizer.encode("ab")) == 2
     assert len(tokenizer.encode_template("<s>ab")) == 3
     assert tokenizer.encode("a b") == [*tokenizer.encode("a"), *tokenizer.encode(" b")]
+
+
+@pytest.mark.parametrize("kind", ["normaliser", "metaspace", "byte level"])
+def test_every_way_to_put_a_blank_in_front_is_undone(kind: str) -> None:
+    blank = "Ġ" if kind == "byte level" else "▁"
+    backend = Tokenizer(models.BPE(vocab={blank: 0, "a": 1, "b": 2}, merges=[]))
+    if kind == "normaliser":
+        backend.normalizer = normalizers.Prepend("▁")
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=True)])
+    assert backend.encode("ab").ids == [0, 1, 2]
+    tokenizer = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert tokenizer.encode("ab") == tokenizer.encode_template("ab") == [1, 2]
 
 
 def test_threads_do_not_disturb_each_other(smollm2_tokenizer: TextTokenizer) -> None:
