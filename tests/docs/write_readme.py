@@ -59,11 +59,11 @@ def speed() -> str:
         ("transformers' own forward pass, same ids, threads, batch", "model_tokens_per_s", "tokens/s"),
         ("decode, one sequence", "decode_tokens_per_s", "tokens/s"),
     ]
-    threads = " and ".join(f"{count} {name}" for name, count in found["threads"].items())
     lines = [
-        f"{found['cpu']}, {threads} threads, {_model_text(found)}, KV in {found['kv_dtype']}, blocks of "
-        f"{found['shape']['block_size']} tokens, resident, retrieval included, "
-        f"{found['shape']['question_tokens']} question tokens; medians of {found['shape']['rounds']}.",
+        f"{found['cpu']}, {found['threads']['kernels']} threads, {_model_text(found)}, KV in "
+        f"{found['kv_dtype']}, blocks of {found['shape']['block_size']} tokens, resident, retrieval included, "
+        f"{found['shape']['question_tokens']} question tokens and the chat template behind them; medians of "
+        f"{found['shape']['rounds']}.",
         "",
         "| reuse | | tokens computed | first token | sooner |",
         "| --- | --- | --: | --: | --: |",
