@@ -61,7 +61,7 @@ def speed() -> str:
     ]
     lines = [
         f"{found['cpu']}, {found['threads']['kernels']} threads, {_model_text(found)}, KV in "
-        f"{found['kv_dtype']}, blocks of {found['shape']['block_size']} tokens, resident, retrieval included, "
+        f"{found['kv_dtype']}, blocks of {found['shape']['block_size']} tokens, resident, with retrieval, "
         f"{found['shape']['question_tokens']} question tokens and the chat template behind them; medians of "
         f"{found['shape']['rounds']}.",
         "",
