@@ -52,7 +52,7 @@ def paged_attention(
     for sequence in range(plan.num_seqs):
         rows = slice(query_start[sequence], query_start[sequence + 1])
         segments = range(segment_start[sequence], segment_start[sequence + 1])
-        if rows.start == rows.stop or not segments:
+        if rows.start == rows.stop or not plan.segments[segments.start : segments.stop, 1].any():
             continue
         query = q[rows].to(real).transpose(0, 1) * scale  # [num_heads, rows, head_dim]
         positions = plan.query_position[rows]
@@ -63,10 +63,12 @@ def paged_attention(
         score = torch.cat([part.score for part in parts], dim=-1)  # [num_heads, rows, keys]
         values = torch.cat([part.values for part in parts], dim=-2)
         entries = torch.cat([part.entries for part in parts])
-        row_lse = torch.logsumexp(score, dim=-1)
-        weight = torch.exp(score - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
+        top = score.amax(dim=-1, keepdim=True)
+        weight = torch.exp(score - top.masked_fill(top == -torch.inf, 0.0))
+        total = weight.sum(dim=-1, keepdim=True)  # 0 for a row that sees no key
+        weight = weight / total.masked_fill(total == 0.0, 1.0)
         out[rows] = (weight @ values).transpose(0, 1).to(q.dtype)
-        all_lse[rows] = row_lse.T.float()
+        all_lse[rows] = (top + total.log()).squeeze(-1).T.float()
         mass.index_add_(1, entries, weight.sum(dim=1).float())
     return AttentionResult(out, all_lse if lse else None, mass if block_mass else None)
 

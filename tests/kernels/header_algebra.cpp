@@ -1,0 +1,118 @@
+// Checks csrc/include/memkv: the algebra that every kernel shares. Prints what fails;
+// test_headers.py runs it.
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+#include "memkv/attention_args.h"
+#include "memkv/bfloat16.h"
+#include "memkv/paged_view.h"
+#include "memkv/rope.h"
+#include "memkv/segment.h"
+#include "memkv/softmax_state.h"
+
+using namespace memkv;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const char* what) {
+  if (!holds) {
+    std::printf("%s\n", what);
+    ++failures;
+  }
+}
+
+bool near(double a, double b) { return std::fabs(a - b) <= 1e-5 * (1 + std::fabs(b)); }
+
+// Scores and values one by one: state and output.
+struct Summed {
+  SoftmaxState<float> state = empty_softmax();
+  float out = 0.0f;
+
+  void add(float score, float value) {
+    const float keep = state.raise(score);
+    const float weight = state.weight(score);
+    state.add(weight);
+    out = out * keep + weight * value;
+  }
+  void merge(const Summed& other) {
+    const MergeFactors<float> factors = state.merge(other.state);
+    out = out * factors.ours + other.out * factors.theirs;
+  }
+};
+
+void softmax_state() {
+  const std::vector<float> score = {3.0f, -2.0f, 90.0f, 88.5f, -400.0f, 12.0f, 89.0f};
+  for (size_t cut = 0; cut <= score.size(); ++cut) {
+    Summed whole, left, right;
+    for (size_t i = 0; i < score.size(); ++i) {
+      whole.add(score[i], float(i));
+      (i < cut ? left : right).add(score[i], float(i));
+    }
+    left.merge(right);
+    expect(left.state.max == whole.state.max, "merge: max of the union");
+    expect(near(left.state.sum, whole.state.sum), "merge: sum of the union");
+    expect(near(finish(left.state, left.out), finish(whole.state, whole.out)), "merge: output");
+  }
+  Summed none;
+  none.merge(Summed{});
+  expect(finish(none.state, none.out) == 0.0f, "a row that sees no key is 0");
+  expect(log_sum_exp(none.state) == kMinusInfinity, "its log-sum-exp is -inf");
+  none.add(kMinusInfinity, 5.0f);
+  expect(none.state.sum == 0.0f && none.out == 0.0f, "a masked score weighs nothing");
+  none.add(4.0f, 2.0f);
+  expect(finish(none.state, none.out) == 2.0f, "the first key after masked ones");
+  expect(near(log_sum_exp(none.state), 4.0 * std::log(2.0)), "scores are in units of log2");
+}
+
+void rope() {
+  float a = 3.0f, b = 4.0f;
+  rotate_pair(a, b, 0.0f, 1.0f);
+  expect(a == -4.0f && b == 3.0f, "a quarter turn");
+  const RotaryPairs halves{8, false}, neighbours{8, true};
+  expect(halves.first(1) == 1 && halves.second(1) == 5, "pairs of halves");
+  expect(neighbours.first(1) == 2 && neighbours.second(1) == 3, "pairs of neighbours");
+}
+
+void visibility() {
+  const Segment segment{0, 10, 100, 7};
+  const auto is = [&](int query, int window, int begin, int end) {
+    const TokenRange range = visible_tokens(segment, query, window);
+    return range.empty() ? begin >= end : range.begin == begin && range.end == end;
+  };
+  expect(is(99, 0, 0, 0), "nothing before the segment");
+  expect(is(100, 0, 0, 1), "its own position is visible");
+  expect(is(104, 0, 0, 5) && is(500, 0, 0, 10), "up to the query, or to the end");
+  expect(is(104, 3, 2, 5), "a window of 3 ends at the query");
+  expect(is(111, 3, 9, 10) && is(112, 3, 0, 0), "a window passes by");
+  expect(is(INT32_MAX, INT32_MAX, 0, 10) && is(0, INT32_MAX, 0, 0), "no overflow");
+}
+
+void addresses() {
+  bfloat16* const base = nullptr;
+  const PagedView<bfloat16> view{base, base, 1 << 20, 1 << 20, 64, 16};
+  expect(view.k_slab(5000, 2) - base == int64_t{5000} * (1 << 20) + 2 * 64 * 16, "64-bit offsets");
+  expect(view.k_offset(3, 21) == (21 / 8 * 16 + 3) * 8 + 21 % 8, "K is [head_dim / x][slot][x]");
+  expect(view.v_offset(3, 21) == 21 * 16 + 3, "V is [head_dim][slot]");
+}
+
+void bfloat() {
+  expect(to_bfloat16(1.0f + 1.0f / 256).bits == 0x3f80, "a tie goes to even, down");
+  expect(to_bfloat16(1.0f + 3.0f / 256).bits == 0x3f82, "a tie goes to even, up");
+  expect(to_bfloat16(3.4e38f).bits == 0x7f80, "too large is infinite");
+  expect(std::isnan(to_float(to_bfloat16(std::nanf("")))), "a NaN stays one");
+  expect(to_float(bfloat16{0xc040}) == -3.0f, "widening");
+}
+
+}  // namespace
+
+int main() {
+  softmax_state();
+  rope();
+  visibility();
+  addresses();
+  bfloat();
+  return failures;
+}
