@@ -26,7 +26,7 @@ from memkv.errors import (
 
 if TYPE_CHECKING:
     from memkv.sdk import MemKV
-    from memkv.wire import Accepted, DocumentUpload, Metadata
+    from memkv.wire import Accepted, AcceptedDocument, DocumentUpload, Job, Metadata
 
 _GLOBS = ("**/*.txt", "**/*.text", "**/*.md", "**/*.markdown")
 _BATCH_FILES = 64  # sent together; small enough that a bad file costs little, large enough to fill a batch
@@ -93,12 +93,13 @@ def ingest(
     if external_id is not None and len(names) + len(results) != 1:
         raise click.UsageError("--external-id names one document; give one PATH")
     metadata = parse_pairs(meta, "--meta")
-    with target.open(out) as client:
-        _require_collection(client, collection, out)
-        with bar(out, "ingesting") as progress:
-            run = _Run(client, collection, wait, progress, len(names))
-            for batch in _batches(names, external_id, metadata, results):
-                results += run.send(batch)
+    if names:
+        with target.open(out) as client:
+            _require_collection(client, collection, out)
+            with bar(out, "ingesting") as progress:
+                run = _Run(client, collection, wait, progress, len(names))
+                for batch in _batches(names, external_id, metadata, results):
+                    results += run.send(batch)
     _report(results, out)
     failed = sum(result.outcome == "failed" for result in results)
     ctx.exit(0 if not failed else 1 if failed == len(results) else 3)
@@ -128,31 +129,34 @@ class _Run:
         return results
 
     def _follow(self, accepted: Accepted) -> list[FileResult]:
-        if self._wait and accepted.job is not None:
-            self._client.jobs.wait(accepted.job, on_progress=self._progress.job)
+        job = accepted.job
+        if self._wait and job is not None:
+            job = self._client.jobs.wait(job, on_progress=self._progress.job)
         return [
             FileResult(document.external_id, document.outcome, document.id)
             if document.status == "ready"
-            else self._look(document.id, document.external_id, document.outcome)
+            else self._look(document, job)
             for document in accepted.documents
         ]
 
-    def _look(self, document_id: str, external_id: str, outcome: str) -> FileResult:
+    def _look(self, accepted: AcceptedDocument, job: Job | None) -> FileResult:
+        """What became of a document that was not ready when it was accepted."""
+        name, document_id = accepted.external_id, accepted.id
         if not self._wait:
-            return FileResult(external_id, "queued", document_id)
+            return FileResult(name, "queued", document_id)
         try:
             document = self._client.documents.retrieve(self._collection, document_id)
         except NotFoundError:
-            return FileResult(external_id, "failed", document_id, error="deleted meanwhile")
-        if document.status != "failed":
-            return FileResult(external_id, outcome, document_id)
-        problem = document.error
+            return FileResult(name, "failed", document_id, error="deleted meanwhile")
+        if document.status == "ready":
+            return FileResult(name, accepted.outcome, document_id)
+        problem = document.error or next(iter(job.errors if job else []), None)
         return FileResult(
-            external_id,
+            name,
             "failed",
             document_id,
-            error=problem.detail if problem else "failed",
-            hint=problem.hint if problem else "",
+            error=problem.detail if problem else f"its job ended as {job.status if job else 'unknown'}",
+            hint=problem.hint if problem else "memkv jobs list",
         )
 
 

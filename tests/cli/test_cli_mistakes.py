@@ -121,6 +121,17 @@ def test_empty_file(run: Run, models: list[str]) -> None:
     told(result, 1, error="empty.txt", hint="")
 
 
+def test_missing_file_is_told_before_anything_is_loaded(run: Run) -> None:
+    result = run("ingest", "missing.txt", "-c", "books", "-q", "--model", "no-such-model")
+    told(result, 1, error="missing.txt: no such file", hint="path")
+
+
+def test_a_directory_without_text(run: Run) -> None:
+    Path("pictures").mkdir()
+    result = run("ingest", "pictures", "-c", "books", "-q", "--model", "no-such-model")
+    told(result, 1, error="pictures: no file matches", hint="--glob")
+
+
 def test_unknown_collection(run: Run, models: list[str]) -> None:
     result = run("query", "When?", "-c", "boks", "-q", "--data-dir", "data", *models)
     told(result, 1, error="boks", hint="memkv collections")
