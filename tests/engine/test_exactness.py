@@ -22,7 +22,7 @@ from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact, Head, Map, ReusePolicy
 from memkv.engine.sampler import Sampling
-from memkv.model.loader import LoadedModel, load_model
+from memkv.model.loader import LoadedModel
 
 # its name changes between the versions of transformers that are served
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -62,7 +62,7 @@ def own_forward(model: PreTrainedModel, request: GenerateRequest, result: Genera
     """transformers' logits behind the last `keep_logits` prompt tokens and each answer token but the last."""
     ids = torch.tensor([request.prompt_ids() + result.token_ids[:-1]])
     first = request.prompt_tokens - request.keep_logits
-    logits: Tensor = model(ids).logits[0, first:]
+    logits: Tensor = model(ids, logits_to_keep=ids.shape[1] - first).logits[0]
     return logits.float()
 
 
@@ -204,10 +204,9 @@ def test_a_prefix_without_tokens_is_served(load_tiny: Callable[[str], LoadedMode
 
 
 @pytest.fixture(scope="module")
-def smol(smollm2: Path) -> Iterator[Setup]:
-    loaded = load_model(str(smollm2))
+def smol(smollm2: Path, smollm2_model: LoadedModel) -> Iterator[Setup]:
     own = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    with Engine(loaded, "float32", config(pool_bytes=600_000_000), poison=False) as engine:
+    with Engine(smollm2_model, "float32", config(pool_bytes=600_000_000), poison=False) as engine:
         yield engine, own
         engine.check_integrity()
 
@@ -224,7 +223,7 @@ def test_smollm2_answers_real_questions_as_transformers_does(
     with (real_data / "mtrag" / "tasks.jsonl").open(encoding="utf-8") as lines:
         tasks = [json.loads(line) for line in lines]
     for number, task in enumerate([task for task in tasks if task["contexts"]][:20]):
-        chunk = ChunkRef(f"c{number}", prefix_ids, encode(task["contexts"][0]["text"])[: 40 + 3 * number])
+        chunk = ChunkRef(f"c{number}", prefix_ids, encode(task["contexts"][0]["text"])[: 24 + 2 * number])
         tail = encode("\n\n" + task["question"] + "<|im_end|>\n<|im_start|>assistant\n")
         requests.append(
             GenerateRequest(
