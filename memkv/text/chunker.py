@@ -63,7 +63,7 @@ def chunk_text(text: str, title: str, tokenizer: Encoder, max_tokens: int = MAX_
     if not text.strip():
         return []
     label = _fitting_label(title, tokenizer, max_tokens // 4)
-    budget = max_tokens - len(tokenizer.encode(chunk_piece(label, "")))
+    budget = max_tokens - len(tokenizer.encode(chunk_piece(label, "a"))) + len(tokenizer.encode("a"))
     chunks: list[TextChunk] = []
     waiting = [(start, end, budget) for start, end in reversed(_spans(text, tokenizer, budget))]
     while waiting:
@@ -138,10 +138,13 @@ def _pieces(text: str, tokenizer: Encoder, budget: int) -> _Pieces:
 
 
 def _slices(text: str, positions: list[int]) -> Iterator[str]:
-    """The pieces, each with the blank in front of it: most tokenizers join a blank to the word behind it."""
+    """The pieces, each with the blank or line end in front of it.
+
+    Most tokenizers join a blank to the word behind it, and read the last line end of several apart.
+    """
     start = 0
     for position in positions[1:-1]:
-        end = position - 1 if text[position - 1] == " " and position - 1 > start else position
+        end = position - 1 if text[position - 1] in " \n" and position - 1 > start else position
         yield text[start:end]
         start = end
     yield text[start:]
