@@ -22,8 +22,9 @@ RESULT = ROOT / "tests" / "bench" / "results" / "compare-smollm2.json"
 
 
 def main() -> None:
+    sources = sources_digest()
     found = run_comparison(load_config(env={}), Shape(), lambda words: print(words, file=sys.stderr))
-    kept = {"comparison": found, "sources": sources_digest()}
+    kept = {"comparison": found, "sources": sources}
     RESULT.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
     print(RESULT.read_text(encoding="utf-8"))
 

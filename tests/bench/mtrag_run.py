@@ -141,6 +141,7 @@ def _quotes(response: QueryResponse) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
+    sources = sources_digest()
     tasks, documents = read_tasks(Path(os.environ["MEMKV_TEST_DATA"]) / "mtrag" / "tasks.jsonl")
     with tempfile.TemporaryDirectory(prefix="memkv-mtrag-") as directory:
         config = load_config({"store.data_dir": directory}, env={})
@@ -164,7 +165,7 @@ def main() -> None:
         "versions": versions(),
         "threads": threads(),
         "cpu": cpu_name(),
-        "sources": sources_digest(),
+        "sources": sources,
     }
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
