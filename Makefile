@@ -32,7 +32,7 @@ demo: install models ## install, ingest the bundled handbook, ask three question
 
 .PHONY: test
 test: install models lint ## install, lint, then every test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 .PHONY: bench
 bench: install models ## install, then TTFT with and without reuse, bandwidths and tokens per second
