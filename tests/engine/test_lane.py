@@ -106,9 +106,19 @@ def test_a_long_prompt_is_taken_in_parts_in_order_of_position() -> None:
     driver.run()
     sizes = [batch.num_tokens for batch in driver.runner.batches]
     assert sizes == [32, 20, 1, 1, 1]
+    assert [len(batch.logit_rows) for batch in driver.runner.batches] == [0, 1, 1, 1, 1]
     taken = [p for batch in driver.runner.batches[:2] for of_owner in batch.positions for p in of_owner]
     assert taken == sorted(taken)
     driver.finish(long)
+
+
+def test_logits_are_kept_of_a_prompt_taken_in_parts() -> None:
+    driver = Driver(max_batch_tokens=8)
+    driver.store()
+    sequence = driver.submit(tail=20, max_tokens=2, keep_logits=7)
+    driver.finish(sequence)
+    assert [len(batch.logit_rows) for batch in driver.runner.batches] == [0, 3, 4, 1]
+    assert sequence.generation.result(0).logit_positions == tuple(range(13 + 13, 13 + 21))
 
 
 def test_answers_come_before_prompts_and_no_step_exceeds_its_tokens() -> None:

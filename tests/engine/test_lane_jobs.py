@@ -104,6 +104,26 @@ def test_a_job_that_finds_no_blocks_in_time_is_told_so() -> None:
     driver.assert_idle()
 
 
+def test_a_job_that_gets_on_is_not_told_so_however_long_it_takes() -> None:
+    driver = Driver(num_blocks=8, queue_seconds=5.0)
+    driver.store()
+    hog = driver.submit(tail=SIZE, max_tokens=4 * SIZE)
+    driver.settle()
+    job = driver.submit_job(*(driver.prompts.chunk(20, f"c{i}") for i in range(4)))
+    for _ in range(6):
+        driver.settle()
+        assert (
+            job.blocked_since is not None or job.all_started
+        )  # two blocks are free: room for one chunk at a time
+        driver.now += 4.0
+        driver.step("fill")
+        if job.is_finished:
+            break
+    assert job.is_finished
+    assert len(driver.chunks_of(job)) == 4
+    driver.finish(hog)
+
+
 def test_a_cancelled_job_gives_everything_back(driver: Driver) -> None:
     job = driver.submit_job(*(driver.prompts.chunk(60, f"c{i}") for i in range(4)))
     for _ in range(2):

@@ -12,7 +12,7 @@ from lane_driver import Driver
 
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Head
-from memkv.errors import MemKVError, Overloaded
+from memkv.errors import InternalServerError, KernelArgumentError, MemKVError, Overloaded
 
 SIZE = FAKE_LAYOUT.block_size
 
@@ -152,10 +152,29 @@ def test_a_failed_step_fails_those_in_it_and_nobody_else(driver: Driver) -> None
     for sequence in doomed:
         with pytest.raises(MemKVError, match="on fire"):
             sequence.generation.result(0)
-    assert doomed[0].generation._error is not doomed[1].generation._error
     driver.assert_idle()
     driver.lane.submit(waiting)
     driver.finish(waiting)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KernelArgumentError])
+def test_each_of_those_in_a_failed_step_gets_an_error_of_its_own(
+    driver: Driver, kind: type[Exception]
+) -> None:
+    """Each is raised in another thread: a shared one would gather their tracebacks."""
+
+    def fail(batch: object) -> None:
+        raise kind("no luck")
+
+    driver.store()
+    doomed = [driver.submit(), driver.submit()]
+    driver.settle()
+    driver.runner.before = fail
+    driver.run()
+    one, other = (sequence.generation._error for sequence in doomed)
+    assert one is not None and other is not None and one is not other
+    assert one.__cause__ is other.__cause__ and isinstance(one.__cause__, kind)
+    assert type(one) is (kind if issubclass(kind, MemKVError) else InternalServerError)
 
 
 class FailsOnce:
