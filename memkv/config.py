@@ -98,9 +98,9 @@ SHORT_NAMES = {
 
 _NOT_OURS = {"MEMKV_URL", "MEMKV_API_KEY", "MEMKV_TIMEOUT", "MEMKV_CUDA"}  # the client's and the build's
 _CHOICES = {
-    "kv.dtype": ("bfloat16", "float16", "float32"),
+    "kv.dtype": ("bfloat16", "float32"),
     "kv.block_size": (8, 16, 32),
-    "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
     "ingest.prefill": ("eager", "on_first_use"),
     "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
