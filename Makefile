@@ -113,6 +113,9 @@ $(VENV)/.installed: $(VENV)/.torch-$(HARDWARE) pyproject.toml $(CSRC) $(MODULES)
 		"scikit-build-core>=1.1" "nanobind>=3.1" "cmake>=3.26" "ninja>=1.11"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--editable ".[$(HARDWARE),postgres,dev]"
+	@# An editable install also puts the checkout on the path, where api/ and migrations/ would answer to bare names.
+	@pth=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_memkv.pth; \
+		grep '^import ' "$$pth" > "$$pth.new" && mv "$$pth.new" "$$pth"
 	@touch $@
 
 $(MODULES): FORCE
