@@ -115,7 +115,7 @@ $(VENV)/.installed: $(VENV)/.torch-$(HARDWARE) pyproject.toml $(CSRC) $(MODULES)
 		--editable ".[$(HARDWARE),postgres,dev]"
 	@# An editable install also puts the checkout on the path, where api/ and migrations/ would answer to bare names.
 	@pth=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_memkv.pth; \
-		grep '^import ' "$$pth" > "$$pth.new" && mv "$$pth.new" "$$pth"
+		grep '^import ' "$$pth" > "$$pth.new"; mv "$$pth.new" "$$pth"
 	@touch $@
 
 $(MODULES): FORCE
