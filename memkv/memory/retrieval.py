@@ -33,7 +33,7 @@ class Retrieval:
     ) -> list[Retrieved]:
         """The chunks nearest to the question, best first. Raises `FilterError`."""
         config = self._parts.config.query
-        vector = self._parts.embedder.embed([query])[0]
+        vector = self._parts.embedder.embed_query(query)
         hits = self._parts.store.search(
             collection.row,
             vector,
