@@ -130,7 +130,9 @@ def _about_postgres(block: list[Step]) -> bool:
     return any("MEMKV_DATABASE_URL" in step.command for step in block)
 
 
-@pytest.mark.parametrize(("target", "last"), [("demo", "memkv demo"), ("test", "pytest --numprocesses=2 --dist=loadfile")])
+@pytest.mark.parametrize(
+    ("target", "last"), [("demo", "memkv demo"), ("test", "pytest --numprocesses=2 --dist=loadfile")]
+)
 def test_make_does_everything(target: str, last: str) -> None:
     """On a machine with nothing: environment, torch, kernels, models; then what it is for."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
