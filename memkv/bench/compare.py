@@ -112,13 +112,13 @@ class _Run:
         self._config = config
         self._shape = shape
         self._tell = tell
-        torch.set_num_threads(num_threads())  # the engine's choice, also for the bare model
         self._model = ModelPass.load(config, batch=config.ingest.batch_chunks)
 
     def measure(self) -> Comparison:
         shape = self._shape
         self._tell("ingesting the chunks to retrieve")
         self._ingest(_RETRIEVED, self._documents(shape.chunks, seed=1))
+        torch.set_num_threads(num_threads())  # what the engine's thread chose, for the bare model too
         answers = self._answers()
         decode = self._decode_rate()
         ingest_rate, model_rate = self._ingest_and_model_rates()
