@@ -61,6 +61,8 @@ _DESCRIPTIONS = {
     507: "No space left",
 }
 
+_INVALID_HINT = "every field and its limits are described at /docs"
+
 _UNREADABLE = (RecursionError, OverflowError, UnicodeError)
 
 _CLIENT_GONE = Problem(  # nobody reads it; the access log shows its status
@@ -164,7 +166,8 @@ def _problem(
     phrase = HTTPStatus(status).phrase
     cls = error_for("", status)
     if cls.status == status:
-        problem = problem_for(cls(detail or phrase), instance=instance, request_id=request_id)
+        hint = "" if items is None else _INVALID_HINT
+        problem = problem_for(cls(detail or phrase, hint=hint), instance=instance, request_id=request_id)
         return msgspec.structs.replace(problem, errors=items or [])
     code = phrase.lower().replace(" ", "_")
     return Problem(

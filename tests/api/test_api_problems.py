@@ -80,3 +80,24 @@ def test_not_ready_is_a_503_with_reasons(fake: FakeMemory, fake_http: httpx2.Cli
     assert response.status_code == 503
     assert response.json()["checks"]["store"]["ok"] is False
     assert fake_http.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"query": "", "collection": "c"}', "query"),
+        (b'{"query": "a\\u0000", "collection": "c"}', "NUL"),
+        (b'{"query": "\xff", "collection": "c"}', "UTF-8"),
+        (b'{"collection": "c", "query": "a\\ud800"}', "surrogate"),
+        (b'{"collection": "c", "query":', "ends too early"),
+        (b"", "empty"),
+    ],
+)
+def test_a_malformed_request_is_told_what_and_where_to_look(
+    fake_http: httpx2.Client, body: bytes, told: str
+) -> None:
+    response = fake_http.post("/v1/query", content=body, headers={"content-type": "application/json"})
+    problem = msgspec.json.decode(response.content, type=Problem)
+    assert problem.status == 400
+    assert told in problem.detail
+    assert "/docs" in problem.hint
