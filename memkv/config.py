@@ -8,6 +8,7 @@ also have a short name (`MEMKV_PORT`), listed in `SHORT_NAMES`.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -123,6 +124,13 @@ _AT_LEAST = {
     "query.top_k": 1,
     "query.max_tokens": 1,
 }
+_FORMS = {  # how to write a value of a type; True: it is a size in bytes
+    (bool, False): "true or false",
+    (int, False): "a whole number, such as 4",
+    (int, True): "bytes, such as 2000000000, 500M or 2GiB",
+    (float, False): "a number, such as 0.5",
+    (str, False): "a string, in quotes",
+}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(k|m|g|t)?(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -208,8 +216,12 @@ def _parse(key: str, raw: object, origin: str) -> object:
     kind = _keys()[key]
     try:
         value = _convert(kind, raw, is_size=key.endswith("_bytes"))
-    except ValueError as error:
-        raise ConfigError(f"{key} = {raw!r} ({origin}) is not a {kind.__name__}") from error
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{key} = {raw!r} ({origin}) is not a {kind.__name__}", hint=_FORMS[kind, key.endswith("_bytes")]
+        ) from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} = {raw!r} ({origin}) is not possible", hint="a finite number")
     choices = _CHOICES.get(key)
     if choices is not None and value not in choices:
         raise ConfigError(

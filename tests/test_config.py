@@ -93,3 +93,20 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 def test_foreign_variables_are_left_alone() -> None:
     env = {"MEMKV_URL": "http://localhost", "MEMKV_TEST_DATA": "/x", "PATH": "/bin", "HOME": "/nonexistent"}
     assert load_config(env=env) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MEMKV_SERVER__DRAIN_SECONDS", "inf"),
+        ("MEMKV_QUERY__MIN_SCORE", "nan"),
+        ("MEMKV_ENGINE__POOL_BYTES", "lots"),
+        ("MEMKV_ENGINE__POOL_BYTES", "9" * 400),
+        ("MEMKV_PORT", "eighty"),
+        ("MEMKV_SERVER__INSECURE", "perhaps"),
+    ],
+)
+def test_a_value_that_is_none_says_what_is_one(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={name: text})
+    assert caught.value.hint
