@@ -187,6 +187,12 @@ class Collections:
         return OpenCollection(row, template, layout, prefix, kv, secret)
 
 
+def model_of(row: CollectionRow, here: LoadedModel) -> str:
+    """What to call the model that made a collection: only digests are stored, so another one has no name."""
+    digest = Fingerprint.from_json(row.fingerprint_json).weights_digest
+    return here.name if digest == here.weights_digest else f"another model (weights {digest[:12]})"
+
+
 def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
     """Raises `ConflictError` where an existing collection is not the one asked for."""
     names = ("fingerprint_digest", "embedder_digest", "max_chunk_tokens", "prefill", "description")

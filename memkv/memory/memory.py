@@ -15,7 +15,7 @@ import memkv
 from memkv.config import Config
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
 from memkv.memory.answering import Answering, QueryStream, choose_policy
-from memkv.memory.collections import Collections, require_same_settings
+from memkv.memory.collections import Collections, model_of, require_same_settings
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.parts import Parts
 from memkv.memory.replies import (
@@ -342,7 +342,7 @@ class Memory:
 
     def _collection_reply(self, row: CollectionRow) -> Collection:
         counts = self._parts.store.catalog.count_collection(row.tenant, row.id)
-        return collection_reply(row, counts, self._parts.model.name)
+        return collection_reply(row, counts, model_of(row, self._parts.model))
 
     def _job_reply(self, row: JobRow) -> Job:
         try:

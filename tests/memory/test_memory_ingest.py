@@ -218,6 +218,8 @@ def test_another_model_never_uses_the_collections_kv(open_memory, tiny_model_dir
         ({"kv__dtype": "float32"}, "kv_dtype"),
     ):
         other = open_memory(**flags)
+        named_here = other.get_collection("c").model == other.info().model.name
+        assert named_here == (field != "weights_digest"), "a listing must not claim this model made it"
         with pytest.raises(FingerprintMismatch, match=field) as caught:
             other.query(QueryRequest(query="What is the pier made of?", collection="c"))
         assert caught.value.hint
