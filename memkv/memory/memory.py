@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, get_args
 
+import msgspec
+
 import memkv
 from memkv.config import Config
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
@@ -30,7 +32,7 @@ from memkv.memory.replies import (
 from memkv.memory.retrieval import Retrieval
 from memkv.store.filters import parse_filter
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, NewDocument
-from memkv.text.reader import SourceText, accept_text, read_text
+from memkv.text.reader import SourceText, accept_text, clean_question, read_text
 from memkv.validation import Violation, validate_request
 from memkv.wire import (
     Accepted,
@@ -282,11 +284,10 @@ class Memory:
 
     def search(self, request: SearchRequest, *, tenant: str = DEFAULT_TENANT) -> SearchResponse:
         _validate(request)
+        question = clean_question(request.query)
         started = time.perf_counter()
         opened = self._collections.by_name(tenant, request.collection)
-        found = self._retrieval.search(
-            opened, request.query, request.top_k, request.filter, request.min_score
-        )
+        found = self._retrieval.search(opened, question, request.top_k, request.filter, request.min_score)
         return SearchResponse(
             data=[hit.reply for hit in found], retrieve_ms=(time.perf_counter() - started) * 1000.0
         )
@@ -303,6 +304,7 @@ class Memory:
             CollectionNotFound, FingerprintMismatch, BadRequestError, FilterError, ContextTooLong.
         """
         _validate(request)
+        request = msgspec.structs.replace(request, query=clean_question(request.query))
         return self._answering.start(self._collections.by_name(tenant, request.collection), request)
 
     # Store

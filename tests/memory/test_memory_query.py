@@ -149,6 +149,17 @@ def test_a_question_that_cannot_be_answered_is_refused(smol_memory: Memory, fiel
     assert ask(smol_memory, policy="map").finish_reason in ("stop", "length")
 
 
+@pytest.mark.parametrize("blank", [" \n\u3000", "\u200b", "\ufeff"])
+def test_a_blank_question_is_refused_before_any_work(smol_memory: Memory, blank: str) -> None:
+    for call in (
+        lambda: ask(smol_memory, query=blank),
+        lambda: smol_memory.search(SearchRequest(query=blank, collection="library")),
+    ):
+        with pytest.raises(BadRequestError, match="blank") as caught:
+            call()
+        assert caught.value.hint
+
+
 def test_after_a_restart_map_answers_from_disk_computing_only_the_question(
     tmp_path: Path, smollm2: Path, minilm: Path
 ) -> None:
