@@ -301,7 +301,12 @@ def _read_file(path: Path) -> dict[str, object]:
 def _key_of_variable(name: str) -> str | None:
     if name in SHORT_NAMES:
         return SHORT_NAMES[name]
-    if not name.startswith("MEMKV_") or name in _NOT_OURS or "__" not in name:
+    if not name.startswith("MEMKV_") or name in _NOT_OURS:
+        return None
+    if "__" not in name:
+        near = difflib.get_close_matches(name, SHORT_NAMES, n=1, cutoff=0.85)
+        if near:
+            raise ConfigError(f"{name} is not a variable of memkv", hint=f"did you mean {near[0]}?")
         return None
     key = name.removeprefix("MEMKV_").lower().replace("__", ".", 1)
     _require_known(key, name)

@@ -300,7 +300,7 @@ class SearchResponse(Reply, frozen=True, kw_only=True):
 
 class Generation(Request, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=32_768)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: all
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None

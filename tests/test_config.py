@@ -57,6 +57,9 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.prot") as caught:
         load_config(env={}, file=path)
     assert "server.port" in caught.value.hint
+    with pytest.raises(ConfigError, match="MEMKV_PROT") as caught:
+        load_config(env={"MEMKV_PROT": "1"})
+    assert "MEMKV_PORT" in caught.value.hint
     with pytest.raises(ConfigError, match="MEMKV_STORE__DATADIR") as caught:
         load_config(env={"MEMKV_STORE__DATADIR": "x"})
     assert "store.data_dir" in caught.value.hint

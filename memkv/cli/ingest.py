@@ -93,6 +93,8 @@ def ingest(
     if external_id is not None and len(names) + len(results) != 1:
         raise click.UsageError("--external-id names one document; give one PATH")
     metadata = parse_pairs(meta, "--meta")
+    names, refused = _readable(names)
+    results += refused
     if names:
         with target.open(out) as client:
             _require_collection(client, collection, out)
@@ -188,6 +190,24 @@ def _find(paths: Sequence[str], globs: Sequence[str]) -> tuple[list[str], list[F
         else:
             failures.append(FileResult(given, "failed", error="no such file", hint="check the path"))
     return list(found), failures
+
+
+def _readable(names: Sequence[str]) -> tuple[list[str], list[FileResult]]:
+    """The files that are text, and why the others are not: said before any model is loaded."""
+    from memkv.text.reader import read_text
+
+    kept: list[str] = []
+    refused: list[FileResult] = []
+    for name in names:
+        try:
+            if name != "-":
+                read_text(Path(name).read_bytes(), Path(name).name, max_bytes=sys.maxsize)
+            kept.append(name)
+        except OSError as error:
+            refused.append(FileResult(name, "failed", error=error.strerror or str(error)))
+        except MemKVError as error:
+            refused.append(_failed(name, error))
+    return kept, refused
 
 
 def _batches(
