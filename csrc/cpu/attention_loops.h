@@ -26,14 +26,20 @@ class AttentionLoops {
     const PagedCache& cache = tile.call->cache;
     float* floats = static_cast<float*>(workspace);
     if (cache.dtype == DType::kFloat32) {
-      if (cache.block_size == 8) use(Loop<Vec, float, 8>(tile, floats));
-      if (cache.block_size == 16) use(Loop<Vec, float, 16>(tile, floats));
-      if (cache.block_size == 32) use(Loop<Vec, float, 32>(tile, floats));
+      if (cache.block_size == 8) run<Loop<Vec, float, 8>>(tile, floats, use);
+      if (cache.block_size == 16) run<Loop<Vec, float, 16>>(tile, floats, use);
+      if (cache.block_size == 32) run<Loop<Vec, float, 32>>(tile, floats, use);
     } else {
-      if (cache.block_size == 8) use(Loop<Vec, bfloat16, 8>(tile, floats));
-      if (cache.block_size == 16) use(Loop<Vec, bfloat16, 16>(tile, floats));
-      if (cache.block_size == 32) use(Loop<Vec, bfloat16, 32>(tile, floats));
+      if (cache.block_size == 8) run<Loop<Vec, bfloat16, 8>>(tile, floats, use);
+      if (cache.block_size == 16) run<Loop<Vec, bfloat16, 16>>(tile, floats, use);
+      if (cache.block_size == 32) run<Loop<Vec, bfloat16, 32>>(tile, floats, use);
     }
+  }
+
+  template <typename Loop, typename Use>
+  static void run(const Tile& tile, float* workspace, Use use) {
+    Loop loop(tile, workspace);
+    use(loop);
   }
 
   static void attend(const Tile& tile,
@@ -41,7 +47,7 @@ class AttentionLoops {
                      int num_pieces,
                      const Partial& partial,
                      void* workspace) {
-    const auto use = [&](auto loop) { loop.attend(pieces, num_pieces, partial); };
+    const auto use = [&](auto& loop) { loop.attend(pieces, num_pieces, partial); };
     if (tile.num_rows <= kFewRows) {
       with_loop<FewQueries>(tile, workspace, use);
     } else {
@@ -55,7 +61,7 @@ class AttentionLoops {
                        const SoftmaxState<float>* state,
                        void* workspace) {
     with_loop<ManyQueries>(
-        tile, workspace, [&](auto loop) { loop.add_mass(pieces, num_pieces, state); });
+        tile, workspace, [&](auto& loop) { loop.add_mass(pieces, num_pieces, state); });
   }
 
   static void merge(const Partial* partials, int count, int num_rows, int head_dim) {

@@ -35,8 +35,8 @@ class FewQueries {
         view_(call_.cache.view<const T>()),
         head_dim_(view_.head_dim),
         query_(workspace),
-        packed_(query_ + kFewRows * head_dim_),
-        out_(packed_ + kFewRows * head_dim_),
+        turned_(query_ + kFewRows * head_dim_),
+        out_(turned_ + kFewRows * head_dim_),
         sum_(out_ + kFewRows * head_dim_ * kLanes),
         score_(sum_ + kFewRows * kLanes),
         v_tail_(reinterpret_cast<T*>(score_ + kFewRows * kScoreStride)) {}
@@ -108,7 +108,8 @@ class FewQueries {
     }
     const float scale = query_scale(call_);
     for (int row = 0; row < tile_.num_rows; ++row) {
-      load_query(tile_, row, scale, query_ + row * head_dim_, 1);
+      load_query(tile_, row, scale, turned_, 1);
+      for (int d = 0; d < head_dim_; ++d) query_[row * head_dim_ + place_of_dim(d)] = turned_[d];
       state_[row] = empty_softmax();
     }
     const int floats = tile_.num_rows * head_dim_ * kLanes / kRowsInLoad;
@@ -116,29 +117,48 @@ class FewQueries {
     for (int i = 0; i < tile_.num_rows * kLanes; ++i) sum_[i] = 0.0f;
   }
 
+  // Where load_step() delivers dimension d of K: even ones of 8 first, if it splits them.
+  static MEMKV_HD int place_of_dim(int d) {
+    return kSplit == 2 ? d / 8 * 8 + d % 2 * 4 + d % 8 / 2 : d;
+  }
+
   // Turns the queries for the piece's segment; finds what each row sees of it.
   void enter(const Piece& piece) {
     segment_ = &call_.plan.segments[piece.segment];
     tokens_ = tokens_of<kBlock>(piece, *segment_);
-    const RotaryPairs pairs{call_.rotary_dim, call_.interleaved};
-    const float* cos = call_.turns + int64_t{piece.segment} * call_.rotary_dim;
-    const float* sin = cos + pairs.count();
-    float turned[kMaxHeadDim];
     for (int row = 0; row < tile_.num_rows; ++row) {
-      const float* query = query_ + row * head_dim_;
-      for (int d = 0; d < head_dim_; ++d) turned[d] = query[d];
-      for (int i = 0; i < pairs.count(); ++i) {
-        rotate_pair(turned[pairs.first(i)], turned[pairs.second(i)], cos[i], sin[i]);
-      }
-      // In the order in which load_step() delivers the dimensions of K.
-      float* packed = packed_ + row * head_dim_;
-      for (int d = 0; d < head_dim_; d += 8) {
-        for (int i = 0; i < 4; ++i) {
-          packed[d + i] = turned[d + (kSplit == 2 ? 2 * i : i)];
-          packed[d + 4 + i] = turned[d + (kSplit == 2 ? 2 * i + 1 : 4 + i)];
+      visible_[row] = visible_to_row(tile_, row, *segment_);
+    }
+    turn(call_.turns + int64_t{piece.segment} * call_.rotary_dim);
+  }
+
+  void turn(const float* cos) {
+    const RotaryPairs pairs{call_.rotary_dim, call_.interleaved};
+    const int half = pairs.count();
+    const float* sin = cos + half;
+    for (int i = 0; i < tile_.num_rows * head_dim_; ++i) turned_[i] = query_[i];
+    if (pairs.interleaved || half % 8 != 0) {
+      for (int i = 0; i < half; ++i) {
+        const int first = place_of_dim(pairs.first(i)), second = place_of_dim(pairs.second(i));
+        for (int row = 0; row < tile_.num_rows; ++row) {
+          float* turned = turned_ + row * head_dim_;
+          rotate_pair(turned[first], turned[second], cos[i], sin[i]);
         }
       }
-      visible_[row] = visible_to_row(tile_, row, *segment_);
+      return;
+    }
+    // Both dimensions of a pair are at the same place in their half: whole rows turn at once.
+    float cos_at[kMaxHeadDim / 2], sin_at[kMaxHeadDim / 2];
+    for (int i = 0; i < half; ++i) {
+      cos_at[place_of_dim(i)] = cos[i];
+      sin_at[place_of_dim(i)] = sin[i];
+    }
+    for (int row = 0; row < tile_.num_rows; ++row) {
+      float* first = turned_ + row * head_dim_;
+      float* second = first + half;
+      for (int i = 0; i < half; i += 4) {
+        for (int j = i; j < i + 4; ++j) rotate_pair(first[j], second[j], cos_at[j], sin_at[j]);
+      }
     }
   }
 
@@ -183,7 +203,7 @@ class FewQueries {
 
   template <int kRows>
   void score_rows(const T* const k[4], const T* const next[4], int row, int slot) {
-    const float* packed = packed_ + row * head_dim_;
+    const float* turned = turned_ + row * head_dim_;
     Vec sums[kRows][4];
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < 4; ++v) sums[r][v] = Vec::zero();
@@ -191,8 +211,8 @@ class FewQueries {
     for (int d = 0; d < head_dim_; d += 8) {
       Vec q[kRows][2];
       for (int r = 0; r < kRows; ++r) {
-        q[r][0] = Vec::repeat4(packed + r * head_dim_ + d);
-        q[r][1] = Vec::repeat4(packed + r * head_dim_ + d + 4);
+        q[r][0] = Vec::repeat4(turned + r * head_dim_ + d);
+        q[r][1] = Vec::repeat4(turned + r * head_dim_ + d + 4);
       }
       for (int v = 0; v < 4; ++v) {
         Vec a, b;
@@ -226,7 +246,7 @@ class FewQueries {
       if (call_.softcap > 0.0f) s = cap * tanh_of(s);
       if (!all) s = mask(s, first_token + i, seen);
       top = larger(top, s);
-      s.store(score + i);
+      if (!all || call_.softcap > 0.0f) s.store(score + i);
     }
     const float highest = largest(top);
     if (highest > state_[row].max) scale_row(row, state_[row].raise(highest));
@@ -351,34 +371,42 @@ class FewQueries {
   }
 
   void end(const Partial& partial) {
+    const int num_sums = head_dim_ / kRowsInLoad;
+    float of_sum[4 * kRowsInLoad];
     for (int row = 0; row < tile_.num_rows; ++row) {
-      state_[row].sum = sum_lanes(sum_ + row * kLanes);
+      add_lanes(sum_ + row * kLanes, 0, 1, of_sum);
+      state_[row].sum = of_sum[0];
       partial.state[row] = state_[row];
       const RowPlace place = place_of(row);
-      const float* out = out_ + (place.first * (head_dim_ / kRowsInLoad) + place.within) * kLanes;
-      for (int d = 0; d < head_dim_; ++d) {
-        const int lane = d % kRowsInLoad * kLanesOfRow;
-        const float* lanes = out + d / kRowsInLoad * place.rows * kLanes + lane;
-        partial.out[row * head_dim_ + d] = sum_lanes(lanes);
+      const float* lanes = out_ + (place.first * num_sums + place.within) * kLanes;
+      float* out = partial.out + row * head_dim_;
+      for (int n = 0; n < num_sums; n += 4) {
+        const int count = num_sums - n < 4 ? num_sums - n : 4;
+        add_lanes(lanes + n * place.rows * kLanes, place.rows * kLanes, count, of_sum);
+        for (int i = 0; i < count * kRowsInLoad; ++i) out[n * kRowsInLoad + i] = of_sum[i];
       }
     }
   }
 
-  static MEMKV_HD float sum_lanes(const float* lanes) {
-    float sums[kLanesOfRow];
-    for (int i = 0; i < kLanesOfRow; ++i) sums[i] = lanes[i];
-    for (int width = kLanesOfRow / 2; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  // Adds up the lanes of each row in up to 4 registers, `stride` floats apart.
+  static MEMKV_HD void add_lanes(const float* lanes, int stride, int count, float* rows) {
+    constexpr int kQuads = kLanesOfRow / 4;
+    Vec x[4];
+    for (int v = 0; v < 4; ++v) x[v] = v < count ? Vec::load(lanes + v * stride) : Vec::zero();
+    float quads[kLanes];
+    sum_quads(x).store(quads);
+    for (int row = 0; row < 4 * kRowsInLoad; ++row) {
+      rows[row] = quads[row * kQuads];
+      for (int i = 1; i < kQuads; ++i) rows[row] += quads[row * kQuads + i];
     }
-    return sums[0];
   }
 
   const Tile& tile_;
   const Attention& call_;
   const PagedView<const T> view_;
   const int head_dim_;
-  float* query_;   // [row][head_dim], scaled, as the model rotated it
-  float* packed_;  // [row][head_dim], turned for the segment, in load_step()'s order
+  float* query_;   // [row][head_dim] in load_step()'s order, scaled, as the model rotated it
+  float* turned_;  // the same, turned for the segment
   float* out_;     // [group of rows][head_dim / kRowsInLoad][row of group][kLanes], partial sums
   float* sum_;     // [row][kLanes], partial sums of weights
   float* score_;   // [row][kScoreStride], scores, then weights, of the tile

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from paged_problem import Attend, Problem
 
 from memkv.kernels import AttentionResult, ops, reference
 
 IMPLEMENTATIONS = ["reference", *ops.runnable_isas()]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Problems this small gain nothing from torch's threads, and lose much where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
