@@ -1,8 +1,9 @@
-// Runs a call: cut it into tiles and ranges, attend each range, merge the ranges of a tile in
-// order, write the tile out. With block_mass a second pass scores once more, now that each row's
-// sum is known: the work of half an attention, and no memory that grows with rows * blocks.
+// Runs a call: cut it into units, attend each, merge the ranges of a tile in order, write the tile
+// out. With block_mass a second pass scores once more, now that each row's sum is known: the work
+// of half an attention, and no memory that grows with rows * blocks.
 #include "attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -29,49 +30,47 @@ class Run {
       : call_(call),
         set_(kernels()),
         list_(call),
-        num_kv_heads_(call.cache.num_kv_heads),
-        unfinished_(new std::atomic<int>[list_.tiles.size() * num_kv_heads_]) {
-    for (size_t tile = 0; tile < list_.tiles.size(); ++tile) {
-      for (int kv_head = 0; kv_head < num_kv_heads_; ++kv_head) {
-        unfinished_[tile * num_kv_heads_ + kv_head] = list_.tiles[tile].num_ranges;
+        unfinished_(new std::atomic<int>[list_.num_groups]) {
+    for (const RowTile& tile : list_.tiles) {
+      for (int group = 0; group < num_groups(tile); ++group) {
+        unfinished_[tile.first_group + group] = tile.num_ranges;
       }
     }
     if (call.block_mass != nullptr) {
-      row_state_.resize(list_.tiles.size() * num_kv_heads_ * kTileRows);
+      row_state_.resize(list_.tiles.size() * call.cache.num_kv_heads * kTileRows);
     }
   }
 
   void attend() {
     place_partials();
-    run(int64_t(list_.ranges.size()) * num_kv_heads_, [this](int64_t unit) {
-      attend_range(int(unit / num_kv_heads_), int(unit % num_kv_heads_));
-    });
+    const int threads = num_threads();
+    run(int64_t(list_.units.size()),
+        [this, threads](int64_t unit) { attend_unit(int(unit), preview(unit, unit + threads)); });
   }
 
   void add_mass() {
     std::vector<Piece> pieces;
     std::vector<Range> ranges;
     std::vector<std::pair<int, int>> tiles_of_range;
-    const StepPlan& plan = call_.plan;
     for (size_t first = 0, end; first < list_.tiles.size(); first = end) {
       const int64_t sequence = list_.tiles[first].sequence;
       end = first;
       while (end < list_.tiles.size() && list_.tiles[end].sequence == sequence) ++end;
-      int32_t least = INT32_MAX, most = 0;
-      for (int32_t i = plan.query_start[sequence]; i < plan.query_start[sequence + 1]; ++i) {
-        least = std::min(least, plan.query_position[i]);
-        most = std::max(most, plan.query_position[i]);
-      }
-      const int range_blocks = kRangeTokensFew / call_.cache.block_size;
-      cut_ranges(call_, sequence, least, most, range_blocks, pieces, ranges);
+      const int32_t* position = call_.plan.query_position;
+      const auto [least, most] =
+          std::minmax_element(position + call_.plan.query_start[sequence],
+                              position + call_.plan.query_start[sequence + 1]);
+      cut_ranges(
+          call_, sequence, *least, *most, kLeastRangeTokensFew, kRangeTokensFew, pieces, ranges);
       tiles_of_range.resize(ranges.size(), {int(first), int(end)});
     }
-    run(int64_t(ranges.size()) * num_kv_heads_, [&](int64_t unit) {
-      const Range& range = ranges[unit / num_kv_heads_];
-      const int kv_head = int(unit % num_kv_heads_);
-      const auto [first, end] = tiles_of_range[unit / num_kv_heads_];
+    const int num_kv_heads = call_.cache.num_kv_heads;
+    run(int64_t(ranges.size()) * num_kv_heads, [&](int64_t task) {
+      const Range& range = ranges[task / num_kv_heads];
+      const int kv_head = int(task % num_kv_heads);
+      const auto [first, end] = tiles_of_range[task / num_kv_heads];
       for (int tile = first; tile < end; ++tile) {
-        set_.add_mass(list_.tile(call_, tile, kv_head),
+        set_.add_mass(list_.tile(call_, tile, kv_head, 1),
                       pieces.data() + range.first_piece,
                       range.num_pieces,
                       row_states(tile, kv_head),
@@ -83,87 +82,109 @@ class Run {
  private:
   template <typename Work>
   void run(int64_t count, Work work) {
-    if (list_.work * num_kv_heads_ < kWorthWaking) {
+    if (list_.work < kWorthWaking) {
       for (int64_t i = 0; i < count; ++i) work(i);
     } else {
       parallel_for(count, work);
     }
   }
 
-  // One partial for each range and kv head of the tiles that are cut, and for each tile that is not
-  // one in the thread's own memory.
+  int num_groups(const RowTile& tile) const {
+    return call_.cache.num_kv_heads / tile.heads_of_unit;
+  }
+
+  int rows_of_unit(const RowTile& tile) const { return tile.num_rows * tile.heads_of_unit; }
+
+  size_t partial_floats(const RowTile& tile) const {
+    return size_t(rows_of_unit(tile)) * (2 + call_.cache.head_dim);
+  }
+
+  // One partial for each unit of the tiles that are cut; a tile that is not has one in its thread's
+  // own memory.
   void place_partials() {
     size_t floats = 0;
-    for (size_t range = 0; range < list_.ranges.size(); ++range) {
-      const RowTile& tile = list_.tiles[list_.tile_of_range[range]];
+    for (const Unit& unit : list_.units) {
+      const RowTile& tile = list_.tiles[unit.tile];
       partial_at_.push_back(floats);
-      if (tile.num_ranges > 1) floats += num_kv_heads_ * partial_floats(tile.num_rows);
+      if (tile.num_ranges > 1) floats += partial_floats(tile);
     }
     thread_local Workspace partials;
     partials_ = static_cast<float*>(partials.at_least(floats * sizeof(float)));
   }
 
-  size_t partial_floats(int num_rows) const {
-    return size_t(num_rows) * (2 + call_.cache.head_dim);
-  }
-
-  Partial partial_in(float* floats, int num_rows) const {
+  Partial partial_in(float* floats, const RowTile& tile) const {
     static_assert(sizeof(SoftmaxState<float>) == 2 * sizeof(float));
-    return {reinterpret_cast<SoftmaxState<float>*>(floats), floats + 2 * num_rows};
+    return {reinterpret_cast<SoftmaxState<float>*>(floats), floats + 2 * rows_of_unit(tile)};
   }
 
-  Partial partial(int range, int kv_head) const {
-    const int num_rows = list_.tiles[list_.tile_of_range[range]].num_rows;
-    return partial_in(partials_ + partial_at_[range] + kv_head * partial_floats(num_rows),
-                      num_rows);
+  Partial partial(int unit) const {
+    return partial_in(partials_ + partial_at_[unit], list_.tiles[list_.units[unit].tile]);
   }
 
   SoftmaxState<float>* row_states(int tile, int kv_head) {
-    return row_state_.data() + (int64_t{tile} * num_kv_heads_ + kv_head) * kTileRows;
+    return row_state_.data() + (int64_t{tile} * call_.cache.num_kv_heads + kv_head) * kTileRows;
   }
 
-  void attend_range(int range, int kv_head) {
-    const int index = list_.tile_of_range[range];
-    const RowTile& cut = list_.tiles[index];
-    const Tile tile = list_.tile(call_, index, kv_head);
+  // The first blocks of the unit that this thread will probably take next.
+  Preview preview(int64_t unit, int64_t next) const {
+    if (next >= int64_t(list_.units.size())) return {nullptr, 0, 0};
+    const Unit& after = list_.units[next];
+    const Range& range = list_.ranges[after.range];
+    const int heads = list_.tiles[list_.units[unit].tile].heads_of_unit;
+    if (range.num_pieces == 0 || list_.tiles[after.tile].heads_of_unit != heads) {
+      return {nullptr, 0, 0};
+    }
+    const Piece& piece = list_.pieces[range.first_piece];
+    const int32_t* ids = call_.plan.block_ids + call_.plan.segments[piece.segment].first_entry;
+    return {ids + piece.first_block, piece.end_block - piece.first_block, after.kv_head};
+  }
+
+  void attend_unit(int index, const Preview& preview) {
+    const Unit& unit = list_.units[index];
+    const RowTile& cut = list_.tiles[unit.tile];
+    const Range& range = list_.ranges[unit.range];
+    const Tile tile = list_.tile(call_, unit.tile, unit.kv_head, cut.heads_of_unit);
     Partial found;
     if (cut.num_ranges > 1) {
-      found = partial(range, kv_head);
+      found = partial(index);
     } else {
       thread_local Workspace own;
-      const size_t bytes = partial_floats(cut.num_rows) * sizeof(float);
-      found = partial_in(static_cast<float*>(own.at_least(bytes)), cut.num_rows);
+      const size_t bytes = partial_floats(cut) * sizeof(float);
+      found = partial_in(static_cast<float*>(own.at_least(bytes)), cut);
     }
     set_.attend(tile,
-                list_.pieces.data() + list_.ranges[range].first_piece,
-                list_.ranges[range].num_pieces,
+                list_.pieces.data() + range.first_piece,
+                range.num_pieces,
+                preview,
                 found,
                 thread_workspace(set_, call_.cache.head_dim));
-    // Whoever finishes a tile's last range merges all of them, in order.
-    std::atomic<int>& unfinished = unfinished_[int64_t{index} * num_kv_heads_ + kv_head];
+    // Whoever finishes the last range of a tile's group merges all of them, in order.
+    const int group = unit.kv_head / cut.heads_of_unit;
+    std::atomic<int>& unfinished = unfinished_[cut.first_group + group];
     if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (cut.num_ranges > 1) found = merge(cut, kv_head);
+    if (cut.num_ranges > 1) found = merge(cut, group);
     set_.finish(tile, found);
-    if (!row_state_.empty()) {
-      std::copy_n(found.state, cut.num_rows, row_states(index, kv_head));
+    for (int head = 0; head < cut.heads_of_unit && !row_state_.empty(); ++head) {
+      std::copy_n(found.state + head * cut.num_rows,
+                  cut.num_rows,
+                  row_states(unit.tile, unit.kv_head + head));
     }
   }
 
-  Partial merge(const RowTile& tile, int kv_head) const {
+  Partial merge(const RowTile& tile, int group) const {
     std::vector<Partial> partials;
-    for (int i = 0; i < tile.num_ranges; ++i) {
-      partials.push_back(partial(tile.first_range + i, kv_head));
+    for (int range = 0; range < tile.num_ranges; ++range) {
+      partials.push_back(partial(tile.first_unit + range * num_groups(tile) + group));
     }
-    set_.merge(partials.data(), tile.num_ranges, tile.num_rows, call_.cache.head_dim);
+    set_.merge(partials.data(), tile.num_ranges, rows_of_unit(tile), call_.cache.head_dim);
     return partials[0];
   }
 
   const Attention& call_;
   const AttentionKernels& set_;
   const WorkList list_;
-  const int num_kv_heads_;
-  std::unique_ptr<std::atomic<int>[]> unfinished_;  // ranges, of each tile and kv head
-  std::vector<size_t> partial_at_;                  // of each range, in partials_
+  std::unique_ptr<std::atomic<int>[]> unfinished_;  // ranges, of each group of each tile
+  std::vector<size_t> partial_at_;                  // of each unit, in partials_
   float* partials_ = nullptr;
   std::vector<SoftmaxState<float>> row_state_;  // [tile][kv_head][kTileRows], for the mass
 };

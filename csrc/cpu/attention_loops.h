@@ -45,13 +45,15 @@ class AttentionLoops {
   static void attend(const Tile& tile,
                      const Piece* pieces,
                      int num_pieces,
+                     const Preview& preview,
                      const Partial& partial,
                      void* workspace) {
-    const auto use = [&](auto& loop) { loop.attend(pieces, num_pieces, partial); };
-    if (tile.num_rows <= kFewRows) {
-      with_loop<FewQueries>(tile, workspace, use);
+    if (tile.rows_of_head <= kFewRows) {
+      with_loop<FewQueries>(
+          tile, workspace, [&](auto& loop) { loop.attend(pieces, num_pieces, preview, partial); });
     } else {
-      with_loop<ManyQueries>(tile, workspace, use);
+      with_loop<ManyQueries>(
+          tile, workspace, [&](auto& loop) { loop.attend(pieces, num_pieces, partial); });
     }
   }
 
@@ -81,7 +83,7 @@ class AttentionLoops {
   static void finish(const Tile& tile, const Partial& partial) {
     const Attention& call = *tile.call;
     const int head_dim = call.cache.head_dim;
-    for (int row = 0; row < tile.num_rows; ++row) {
+    for (int row = 0; row < tile.num_rows(); ++row) {
       const SoftmaxState<float> state = partial.state[row];
       const float* from = partial.out + row * head_dim;
       const int64_t offset = call.out.offset(tile.token(row), tile.head(row));

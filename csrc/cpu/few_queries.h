@@ -3,15 +3,26 @@
 //     score = q · k                    lanes hold 4 partial sums for each of kLanes / 4 tokens
 //     out   = sum of weight * v        lanes hold tokens, partial sums of one or more rows of V
 //
-// K and V of a block are read once, in the order in which they lie in memory, for all rows: 2 *
-// head_dim elements for each token and kv head. While a tile of blocks is worked on, the blocks of
-// the next are asked for. Nothing is transposed: the partial sums are added up when the range ends.
+// K and V of a block are read once for all rows, 2 * head_dim elements for each token and kv head.
+// Nothing is transposed: partial sums are added up when the range ends.
 //
-//     K slab, bf16     piece 0: token 0 d 0-7 | token 1 d 0-7 | ...    piece 1: token 0 d 8-15 |
-//     ... a load of K      4 tokens x 8 dims, split into even dims and odd dims: each 4 tokens x 4
-//     dims V slab, 16 slots row 0: tokens 0-15 | row 1: tokens 0-15 | ... a load of V      2 rows x
-//     16 tokens, split into even tokens and odd tokens
+//     K slab, bf16       piece 0: token 0 dims 0-7 | token 1 dims 0-7 | ...   piece 1: dims 8-15
+//     a load of K        4 tokens x 8 dims, split into even and odd dims, each 4 tokens x 4 dims
+//     V slab, 16 slots   row 0: tokens 0-15 | row 1: tokens 0-15 | ...
+//     a load of V        2 rows x 16 tokens, split into even and odd tokens
+//
+//     blocks   7        2        9        4      |  5  ...
+//     K        h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2  h0 h1 h2     heads of a unit lie side by side
+//     V        h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2  h0 h1 h2
+//              at work: head by head                asked for: in the order of memory
+//
+// While one tile of blocks is worked on, the next is asked for, line by line between the
+// multiply-adds: memory reads random pages at two thirds of its best rate, and only if it is asked
+// steadily, in long runs, into L2. The last tile of a range asks for what the thread will probably
+// read after it.
 #pragma once
+
+#include <type_traits>
 
 #include "memkv/rope.h"
 #include "query_rows.h"
@@ -41,9 +52,9 @@ class FewQueries {
         score_(sum_ + kFewRows * kLanes),
         v_tail_(reinterpret_cast<T*>(score_ + kFewRows * kScoreStride)) {}
 
-  void attend(const Piece* pieces, int num_pieces, const Partial& partial) {
-    list_blocks(pieces, num_pieces);
-    for (int i = 0; i < num_listed_ && i < kAhead; ++i) prefetch_block(i);
+  void attend(const Piece* pieces, int num_pieces, const Preview& preview, const Partial& partial) {
+    list_blocks(pieces, num_pieces, preview);
+    ask_for_first_tile();
     begin();
     int listed = 0;
     for (int i = 0; i < num_pieces; ++i) {
@@ -59,11 +70,11 @@ class FewQueries {
   }
 
  private:
-  static constexpr int kTileBlocks = kFewTileTokens / kBlock;
-  static constexpr int kAhead = 4;  // blocks between the one at work and the one asked for
-  static constexpr int kScoreStride = kFewTileTokens + 2 * kLanes;  // lookup() reads past the end
-  static constexpr int kTokensInLoad = kLanes / 4;                  // of K
-  static constexpr int kGroup = kLanes == 16 ? 4 : 2;               // rows held in registers
+  static constexpr int kTileBlocks = kTileTokens / kBlock;
+  static constexpr int kScoreStride = kTileTokens + 2 * kLanes;  // lookup() reads past the end
+  static constexpr int kTokensInLoad = kLanes / 4;               // of K
+  static constexpr int kGroup = kLanes == 16 ? 4 : 2;            // rows held in registers
+  static constexpr int kStepBytes = kTokensInLoad * 8 * int(sizeof(T));  // of K: 8 dims
   static constexpr int kSplit = sizeof(T) == 2 ? 2 : 1;  // registers that a load widens to
   static constexpr int kLoad = kLanes * kSplit;          // elements of V in a load
   static constexpr int kLoadsInRow = kBlock > kLoad ? kBlock / kLoad : 1;
@@ -71,34 +82,60 @@ class FewQueries {
   static constexpr int kLanesOfRow = kLanes / kRowsInLoad;
   static_assert(8 % kRowsInLoad == 0, "head_dim is a multiple of 8");
 
-  void list_blocks(const Piece* pieces, int num_pieces) {
+  void list_blocks(const Piece* pieces, int num_pieces, const Preview& preview) {
     num_listed_ = 0;
     for (int i = 0; i < num_pieces; ++i) {
       const int32_t* ids =
           call_.plan.block_ids + call_.plan.segments[pieces[i].segment].first_entry;
       for (int b = pieces[i].first_block; b < pieces[i].end_block; ++b) {
-        blocks_[num_listed_++] = ids[b];
+        list(ids[b], tile_.kv_head);
+      }
+    }
+    for (int b = 0; b < preview.num_blocks && b < kTileBlocks; ++b) {
+      list(preview.block_ids[b], preview.kv_head);
+    }
+  }
+
+  void list(int32_t block, int kv_head) {
+    k_run_[num_listed_] = view_.k_slab(block, kv_head);
+    v_run_[num_listed_] = view_.v_slab(block, kv_head);
+    ++num_listed_;
+  }
+
+  int slab_bytes() const { return int(view_.slab_size() * sizeof(T)); }
+
+  // What to ask for next, in the order in which it lies in memory: the heads of a block, the next
+  // block. K and V have one each.
+  struct Cursor {
+    int block = 0;  // listed
+    int at = 0;     // bytes into its heads' slabs
+  };
+
+  // Where the next `bytes` are, which divide a slab; past the last block, `otherwise`.
+  const char* advance(Cursor& cursor, const T* const* runs, int bytes, const T* otherwise) const {
+    if (cursor.block >= num_listed_) return reinterpret_cast<const char*>(otherwise);
+    const char* at = reinterpret_cast<const char*>(runs[cursor.block]) + cursor.at;
+    cursor.at += bytes;
+    if (cursor.at == tile_.num_kv_heads * slab_bytes()) cursor = {cursor.block + 1, 0};
+    return at;
+  }
+
+  static MEMKV_HD void ask(const char* line) { __builtin_prefetch(line, 0, 2); }  // into L2
+
+  void ask_for_first_tile() {
+    const int bytes = slab_bytes();
+    while (cursor_k_.block < kTileBlocks && cursor_k_.block < num_listed_) {
+      const char* k = advance(cursor_k_, k_run_, bytes, nullptr);
+      const char* v = advance(cursor_v_, v_run_, bytes, nullptr);
+      for (int i = 0; i < bytes; i += 64) {
+        ask(k + i);
+        ask(v + i);
       }
     }
   }
 
-  void prefetch_block(int listed) const {
-    const char* k = reinterpret_cast<const char*>(k_slab(listed));
-    const char* v = reinterpret_cast<const char*>(v_slab(listed));
-    const int64_t bytes = view_.slab_size() * int64_t(sizeof(T));
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(k + i, 0, 2);
-      __builtin_prefetch(v + i, 0, 2);
-    }
-  }
-
-  // The block to ask for while this one is worked on.
-  int ahead_of(int listed) const {
-    return listed + kAhead < num_listed_ ? listed + kAhead : listed;
-  }
-
-  const T* k_slab(int listed) const { return view_.k_slab(blocks_[listed], tile_.kv_head); }
-  const T* v_slab(int listed) const { return view_.v_slab(blocks_[listed], tile_.kv_head); }
+  const T* k_slab(int listed, int head) const { return k_run_[listed] + head * view_.slab_size(); }
+  const T* v_slab(int listed, int head) const { return v_run_[listed] + head * view_.slab_size(); }
 
   void begin() {
     int32_t lane[kSplit][kLanes];
@@ -107,14 +144,14 @@ class FewQueries {
       token_of_lane_[half] = Vec::index(lane[half]);
     }
     const float scale = query_scale(call_);
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       load_query(tile_, row, scale, turned_, 1);
       for (int d = 0; d < head_dim_; ++d) query_[row * head_dim_ + place_of_dim(d)] = turned_[d];
       state_[row] = empty_softmax();
     }
-    const int floats = tile_.num_rows * head_dim_ * kLanes / kRowsInLoad;
+    const int floats = tile_.num_rows() * head_dim_ * kLanes / kRowsInLoad;
     for (int i = 0; i < floats; ++i) out_[i] = 0.0f;
-    for (int i = 0; i < tile_.num_rows * kLanes; ++i) sum_[i] = 0.0f;
+    for (int i = 0; i < tile_.num_rows() * kLanes; ++i) sum_[i] = 0.0f;
   }
 
   // Where load_step() delivers dimension d of K: even ones of 8 first, if it splits them.
@@ -126,7 +163,7 @@ class FewQueries {
   void enter(const Piece& piece) {
     segment_ = &call_.plan.segments[piece.segment];
     tokens_ = tokens_of<kBlock>(piece, *segment_);
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       visible_[row] = visible_to_row(tile_, row, *segment_);
     }
     turn(call_.turns + int64_t{piece.segment} * call_.rotary_dim);
@@ -136,11 +173,11 @@ class FewQueries {
     const RotaryPairs pairs{call_.rotary_dim, call_.interleaved};
     const int half = pairs.count();
     const float* sin = cos + half;
-    for (int i = 0; i < tile_.num_rows * head_dim_; ++i) turned_[i] = query_[i];
+    for (int i = 0; i < tile_.num_rows() * head_dim_; ++i) turned_[i] = query_[i];
     if (pairs.interleaved || half % 8 != 0) {
       for (int i = 0; i < half; ++i) {
         const int first = place_of_dim(pairs.first(i)), second = place_of_dim(pairs.second(i));
-        for (int row = 0; row < tile_.num_rows; ++row) {
+        for (int row = 0; row < tile_.num_rows(); ++row) {
           float* turned = turned_ + row * head_dim_;
           rotate_pair(turned[first], turned[second], cos[i], sin[i]);
         }
@@ -153,7 +190,7 @@ class FewQueries {
       cos_at[place_of_dim(i)] = cos[i];
       sin_at[place_of_dim(i)] = sin[i];
     }
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       float* first = turned_ + row * head_dim_;
       float* second = first + half;
       for (int i = 0; i < half; i += 4) {
@@ -164,34 +201,43 @@ class FewQueries {
 
   void attend_blocks(int listed, int count, int32_t first_token) {
     const int slots = count * kBlock;
-    for (int slot = 0; slot < slots; slot += kLanes) score_slots(listed, count, slot);
-    for (int row = 0; row < tile_.num_rows; ++row) weigh(row, slots, first_token);
-    int i = 0;
-    if constexpr (kGroup == 4) {
-      for (; i + 3 < count; i += 4) add_values<4>(listed + i, i, first_token);
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      for (int slot = 0; slot < slots; slot += kLanes) score_slots(head, listed, count, slot);
+      const int first_row = head * tile_.rows_of_head;
+      for (int row = 0; row < tile_.rows_of_head; ++row) weigh(first_row + row, slots, first_token);
+      int i = 0;
+      if constexpr (kGroup == 4) {
+        for (; i + 3 < count; i += 4) add_values<4>(head, listed + i, i, first_token);
+      }
+      for (; i + 1 < count; i += 2) add_values<2>(head, listed + i, i, first_token);
+      if (i < count) add_values<1>(head, listed + i, i, first_token);
     }
-    for (; i + 1 < count; i += 2) add_values<2>(listed + i, i, first_token);
-    if (i < count) add_values<1>(listed + i, i, first_token);
+  }
+
+  // Calls use(rows) for groups of a head's rows, as large as fit in registers.
+  template <typename Use>
+  MEMKV_HD void for_groups(int head, Use use) const {
+    int row = head * tile_.rows_of_head;
+    const int end = row + tile_.rows_of_head;
+    for (; row + kGroup <= end; row += kGroup) use(row, std::integral_constant<int, kGroup>());
+    if constexpr (kGroup == 4) {
+      if (row + 3 == end) return use(row, std::integral_constant<int, 3>());
+      if (row + 2 == end) return use(row, std::integral_constant<int, 2>());
+    }
+    if (row + 1 == end) use(row, std::integral_constant<int, 1>());
   }
 
   // Scores of kLanes tokens, from `slot` of the tile on. Slots past the last block repeat it.
-  void score_slots(int listed, int count, int slot) {
+  void score_slots(int head, int listed, int count, int slot) {
     const T* k[4];
-    const T* next[4];
+    const char* ahead[4];
     for (int v = 0; v < 4; ++v) {
       const int at = slot + v * kTokensInLoad;
       const int block = at / kBlock < count ? at / kBlock : count - 1;
-      const int offset = at % kBlock * PagedView<T>::kPiece;
-      k[v] = k_slab(listed + block) + offset;
-      next[v] = k_slab(ahead_of(listed + block)) + offset;
+      k[v] = k_slab(listed + block, head) + at % kBlock * PagedView<T>::kPiece;
+      ahead[v] = advance(cursor_k_, k_run_, head_dim_ / 8 * kStepBytes, k[v]);
     }
-    int row = 0;
-    for (; row + kGroup <= tile_.num_rows; row += kGroup) score_rows<kGroup>(k, next, row, slot);
-    if constexpr (kGroup == 4) {
-      if (row + 3 == tile_.num_rows) return score_rows<3>(k, next, row, slot);
-      if (row + 2 == tile_.num_rows) return score_rows<2>(k, next, row, slot);
-    }
-    if (row + 1 == tile_.num_rows) score_rows<1>(k, next, row, slot);
+    for_groups(head, [&](int row, auto rows) { score_rows<rows()>(k, ahead, row, slot); });
   }
 
   // 8 dims of kTokensInLoad tokens, as two registers of 4 dims each.
@@ -202,7 +248,7 @@ class FewQueries {
   }
 
   template <int kRows>
-  void score_rows(const T* const k[4], const T* const next[4], int row, int slot) {
+  void score_rows(const T* const k[4], const char* const ahead[4], int row, int slot) {
     const float* turned = turned_ + row * head_dim_;
     Vec sums[kRows][4];
     for (int r = 0; r < kRows; ++r) {
@@ -217,10 +263,9 @@ class FewQueries {
       for (int v = 0; v < 4; ++v) {
         Vec a, b;
         load_step(k[v] + d * kBlock, a, b);
-        if (v * kLanes % 16 == 0) {
-          __builtin_prefetch(next[v] + d * kBlock, 0, 2);
-          if (kSplit == 1) __builtin_prefetch(next[v] + (d + 4) * kBlock, 0, 2);
-        }
+        const int at = d / 8 * kStepBytes;
+        if (at % 64 == 0) ask(ahead[v] + at);
+        if constexpr (kStepBytes > 64) ask(ahead[v] + at + 64);
         for (int r = 0; r < kRows; ++r) {
           sums[r][v] = multiply_add(a, q[r][0], multiply_add(b, q[r][1], sums[r][v]));
         }
@@ -270,9 +315,10 @@ class FewQueries {
   };
 
   RowPlace place_of(int row) const {
-    const int first = row / kGroup * kGroup;
-    const int left = tile_.num_rows - first;
-    return {first, left < kGroup ? left : kGroup, row - first};
+    const int of_head = row % tile_.rows_of_head;
+    const int within = of_head % kGroup;
+    const int left = tile_.rows_of_head - (of_head - within);
+    return {row - within, left < kGroup ? left : kGroup, within};
   }
 
   void scale_row(int row, float keep) {
@@ -290,25 +336,18 @@ class FewQueries {
 
   // V of kBlocks blocks, of which the first is number `in_tile` of the tile.
   template <int kBlocks>
-  void add_values(int listed, int in_tile, int32_t first_token) {
+  void add_values(int head, int listed, int in_tile, int32_t first_token) {
     const T* v[kBlocks];
-    const T* next[kBlocks];
+    const char* ahead[kBlocks];
     for (int b = 0; b < kBlocks; ++b) {
-      v[b] = v_slab(listed + b);
-      next[b] = v_slab(ahead_of(listed + b));
+      v[b] = v_slab(listed + b, head);
+      ahead[b] = advance(cursor_v_, v_run_, slab_bytes(), v[b]);
       const int32_t left = tokens_.end - (first_token + (in_tile + b) * kBlock);
       if (left < kBlock) v[b] = without_unused(v[b], left);
     }
-    const int weights = in_tile * kBlock;
-    int row = 0;
-    for (; row + kGroup <= tile_.num_rows; row += kGroup) {
-      add_rows<kBlocks, kGroup>(v, next, row, weights);
-    }
-    if constexpr (kGroup == 4) {
-      if (row + 3 == tile_.num_rows) return add_rows<kBlocks, 3>(v, next, row, weights);
-      if (row + 2 == tile_.num_rows) return add_rows<kBlocks, 2>(v, next, row, weights);
-    }
-    if (row + 1 == tile_.num_rows) add_rows<kBlocks, 1>(v, next, row, weights);
+    for_groups(head, [&](int row, auto rows) {
+      add_rows<kBlocks, rows()>(v, ahead, row, in_tile * kBlock);
+    });
   }
 
   // A weight of 0 does not silence a NaN: unused slots are copied as zeros.
@@ -325,15 +364,15 @@ class FewQueries {
   static MEMKV_HD void load_values(const float* v, Vec* x) { x[0] = Vec::load(v); }
 
   template <int kBlocks, int kRows>
-  void add_rows(const T* const v[kBlocks], const T* const next[kBlocks], int row, int weights) {
+  void add_rows(const T* const* slabs, const char* const* lines, int row, int weights) {
     const int num_sums = head_dim_ / kRowsInLoad;
     float* out = out_ + row * num_sums * kLanes;
     float* sum = sum_ + row * kLanes;
-    const T* mine[kBlocks];
-    const T* ahead[kBlocks];
+    const T* v[kBlocks];  // copies, so that stores to sums cannot be taken for changes of them
+    const char* ahead[kBlocks];
     for (int b = 0; b < kBlocks; ++b) {
-      mine[b] = v[b];
-      ahead[b] = next[b];
+      v[b] = slabs[b];
+      ahead[b] = lines[b];
     }
     Vec weight[kBlocks][kLoadsInRow][kSplit][kRows];
     for (int r = 0; r < kRows; ++r) {
@@ -357,8 +396,8 @@ class FewQueries {
         for (int i = 0; i < kLoadsInRow; ++i) {
           const int at = (n * kLoadsInRow + i) * kLoad;
           Vec x[kSplit];
-          load_values(mine[b] + at, x);
-          if (at * sizeof(T) % 64 == 0) __builtin_prefetch(ahead[b] + at, 0, 2);
+          load_values(v[b] + at, x);
+          if (at * sizeof(T) % 64 == 0) ask(ahead[b] + at * sizeof(T));
           for (int half = 0; half < kSplit; ++half) {
             for (int r = 0; r < kRows; ++r) {
               sums[r] = multiply_add(x[half], weight[b][i][half][r], sums[r]);
@@ -373,7 +412,7 @@ class FewQueries {
   void end(const Partial& partial) {
     const int num_sums = head_dim_ / kRowsInLoad;
     float of_sum[4 * kRowsInLoad];
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       add_lanes(sum_ + row * kLanes, 0, 1, of_sum);
       state_[row].sum = of_sum[0];
       partial.state[row] = state_[row];
@@ -417,8 +456,13 @@ class FewQueries {
   const Segment* segment_ = nullptr;
   TokenRange tokens_{};                        // of the piece
   typename Vec::Index token_of_lane_[kSplit];  // of a load of V
+  Cursor cursor_k_, cursor_v_;
+
+  // Slabs of the unit's first head, in the range's blocks and then in the preview's; those of its
+  // other heads follow each.
   int num_listed_ = 0;
-  int32_t blocks_[kRangeTokensFew / kLeastBlock];
+  const T* k_run_[(kRangeTokensFew + kTileTokens) / kBlock];
+  const T* v_run_[(kRangeTokensFew + kTileTokens) / kBlock];
 };
 
 }  // namespace memkv

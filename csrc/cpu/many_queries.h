@@ -30,7 +30,7 @@ class ManyQueries {
         call_(*tile.call),
         view_(call_.cache.view<const T>()),
         head_dim_(view_.head_dim),
-        columns_((tile.num_rows + kLanes - 1) / kLanes * kLanes),
+        columns_((tile.num_rows() + kLanes - 1) / kLanes * kLanes),
         query_(workspace),
         turned_(query_ + head_dim_ * kTileRows),
         out_(turned_ + head_dim_ * kTileRows),
@@ -59,7 +59,7 @@ class ManyQueries {
 
   void add_mass(const Piece* pieces, int num_pieces, const SoftmaxState<float>* state) {
     begin();
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       max_[row] = finite_or_zero(state[row].max);
       sum_[row] = state[row].sum > 0.0f ? 1.0f / state[row].sum : 0.0f;
     }
@@ -88,7 +88,7 @@ class ManyQueries {
   void begin() {
     const float scale = query_scale(call_);
     for (int row = 0; row < columns_; ++row) {
-      if (row < tile_.num_rows) {
+      if (row < tile_.num_rows()) {
         load_query(tile_, row, scale, query_ + row, kTileRows);
       } else {
         for (int d = 0; d < head_dim_; ++d) query_[d * kTileRows + row] = 0.0f;
@@ -106,7 +106,7 @@ class ManyQueries {
     turn(call_.turns + int64_t{piece.segment} * call_.rotary_dim);
     seen_by_all_ = tokens_;
     seen_by_any_ = {tokens_.end, tokens_.begin};
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       const TokenRange seen = visible_to_row(tile_, row, *segment_);
       first_[row] = seen.begin;
       end_[row] = seen.end;
@@ -120,7 +120,7 @@ class ManyQueries {
       if (seen.end > seen_by_any_.end) seen_by_any_.end = seen.end;
     }
     // Lanes without a row see all, so that they never make a tile a masked one.
-    for (int row = tile_.num_rows; row < columns_; ++row) {
+    for (int row = tile_.num_rows(); row < columns_; ++row) {
       first_[row] = 0;
       end_[row] = segment_->num_tokens;
     }
@@ -318,13 +318,13 @@ class ManyQueries {
       (total * Vec::load(sum_ + row)).store(block_sum_ + row);
     }
     const int64_t entry = segment_->first_entry + (token + at) / kBlock;
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       call_.block_mass[tile_.head(row) * call_.plan.num_entries + entry] += block_sum_[row];
     }
   }
 
   void end(const Partial& partial) {
-    for (int row = 0; row < tile_.num_rows; ++row) {
+    for (int row = 0; row < tile_.num_rows(); ++row) {
       partial.state[row] = {max_[row], sum_[row]};
       for (int d = 0; d < head_dim_; ++d) {
         partial.out[row * head_dim_ + d] = out_[d * kTileRows + row];

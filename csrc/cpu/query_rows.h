@@ -25,8 +25,7 @@ MEMKV_HD float query_scale(const Attention& call) {
   return call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
 }
 
-// The tokens of a piece that exist: [first slot of its first block, end of its last or of the
-// segment).
+// The tokens of a piece: its last block may be partly filled.
 template <int kBlock>
 MEMKV_HD TokenRange tokens_of(const Piece& piece, const Segment& segment) {
   const int64_t end = int64_t{piece.end_block} * kBlock;

@@ -1,5 +1,6 @@
 #include "thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <exception>
@@ -32,6 +33,8 @@ struct Job {
   }
 };
 
+constexpr int kYields = 200;  // some 100 us
+
 class ThreadPool {
  public:
   explicit ThreadPool(int helpers) {
@@ -57,9 +60,14 @@ class ThreadPool {
     }
     wake_.notify_all();
     job.take_part();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      job_ = nullptr;  // a helper that wakes only now finds nothing, and sleeps on
+    }
+    // The helpers' last pieces of work are short: yielding for a while saves being woken.
+    for (int i = 0; i < kYields && inside_.load() > 0; ++i) std::this_thread::yield();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;  // a helper that wakes only now finds nothing, and sleeps on
-    done_.wait(lock, [this] { return inside_ == 0; });
+    done_.wait(lock, [this] { return inside_.load() == 0; });
   }
 
  private:
@@ -70,11 +78,11 @@ class ThreadPool {
       if (closing_) return;
       Job& job = *job_;
       --seats_;
-      ++inside_;
+      inside_.fetch_add(1);
       lock.unlock();
       job.take_part();
       lock.lock();
-      if (--inside_ == 0) done_.notify_one();
+      if (inside_.fetch_sub(1) == 1) done_.notify_one();
     }
   }
 
@@ -82,24 +90,37 @@ class ThreadPool {
   std::condition_variable wake_, done_;
   std::vector<std::thread> threads_;
   Job* job_ = nullptr;
-  int seats_ = 0;   // helpers that may still join the job
-  int inside_ = 0;  // helpers at work on it
+  int seats_ = 0;               // helpers that may still join the job
+  std::atomic<int> inside_{0};  // helpers at work on it
   bool closing_ = false;
 };
 
 std::mutex owner;  // held by whoever uses or replaces the pool
+std::atomic<int> thread_count{0};
 
+// Never destroyed: a process that ends, or a forked child, must not wait for threads.
 std::unique_ptr<ThreadPool>& pool() {
-  static std::unique_ptr<ThreadPool> instance =
-      std::make_unique<ThreadPool>(int(std::max(1u, std::thread::hardware_concurrency())) - 1);
+  static auto& instance = *new std::unique_ptr<ThreadPool>;
   return instance;
+}
+
+void resize(int count) {
+  pool() = std::make_unique<ThreadPool>(count - 1);
+  thread_count.store(count);
+}
+
+void start() {
+  if (thread_count.load() == 0) resize(int(std::max(1u, std::thread::hardware_concurrency())));
 }
 
 }  // namespace
 
 int num_threads() {
-  const std::lock_guard<std::mutex> lock(owner);
-  return pool()->helpers() + 1;
+  if (thread_count.load() == 0) {
+    const std::lock_guard<std::mutex> lock(owner);
+    start();
+  }
+  return thread_count.load();
 }
 
 void set_num_threads(int count) {
@@ -108,13 +129,14 @@ void set_num_threads(int count) {
                                 ", not 1 to 1024");
   }
   const std::lock_guard<std::mutex> lock(owner);
-  if (count != pool()->helpers() + 1) pool() = std::make_unique<ThreadPool>(count - 1);
+  if (count != thread_count.load()) resize(count);
 }
 
 void parallel_for(int64_t count, const std::function<void(int64_t)>& work) {
   Job job{work, count};
   const std::unique_lock<std::mutex> lock(owner, std::try_to_lock);
-  if (lock.owns_lock() && count > 1 && pool()->helpers() > 0) {
+  if (lock.owns_lock() && count > 1) start();
+  if (lock.owns_lock() && count > 1 && thread_count.load() > 1) {
     pool()->run(job);
   } else {
     job.take_part();

@@ -5,6 +5,9 @@
 namespace memkv {
 namespace {
 
+constexpr int64_t kRangesWanted = 6;  // of a tile, where that leaves each long enough
+constexpr int64_t kRunBytes = 4096;   // of neighbouring slabs: a page
+
 // Cuts pieces[first], ... so that every range has `size` blocks, the last perhaps fewer.
 void cut(std::vector<Piece>& pieces, size_t first, int32_t size, std::vector<Range>& ranges) {
   const std::vector<Piece> whole(pieces.begin() + first, pieces.end());
@@ -26,13 +29,26 @@ void cut(std::vector<Piece>& pieces, size_t first, int32_t size, std::vector<Ran
   }
 }
 
+// Slabs of neighbouring kv heads are adjacent, and memory is read faster in long runs: a unit of
+// few rows takes as many heads as make a run of kRunBytes, if their rows are few together.
+int heads_of_unit(const PagedCache& cache, int num_rows) {
+  const int element = cache.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t slab = int64_t{cache.head_dim} * cache.block_size * element;
+  int heads = 1;
+  for (int wider = 2; wider <= cache.num_kv_heads && heads * slab < kRunBytes; ++wider) {
+    if (cache.num_kv_heads % wider == 0 && wider * num_rows <= kFewRows) heads = wider;
+  }
+  return heads;
+}
+
 }  // namespace
 
 int64_t cut_ranges(const Attention& call,
                    int64_t sequence,
                    int32_t first_position,
                    int32_t last_position,
-                   int range_blocks,
+                   int least_tokens,
+                   int most_tokens,
                    std::vector<Piece>& pieces,
                    std::vector<Range>& ranges) {
   const StepPlan& plan = call.plan;
@@ -47,39 +63,70 @@ int64_t cut_ranges(const Attention& call,
     pieces.push_back({s, begin / block_size, (end - 1) / block_size + 1});
     num_blocks += pieces.back().end_block - pieces.back().first_block;
   }
-  // As few ranges as may be, all of one size but for the last.
-  const int64_t num_ranges = std::max<int64_t>(1, (num_blocks + range_blocks - 1) / range_blocks);
-  const int64_t size = (num_blocks + num_ranges - 1) / num_ranges;
+  const int64_t limit = std::clamp<int64_t>(
+      num_blocks / kRangesWanted, least_tokens / block_size, most_tokens / block_size);
+  const int64_t num_ranges = std::max<int64_t>(1, (num_blocks + limit - 1) / limit);
+  const int64_t size = (num_blocks + num_ranges - 1) / num_ranges;  // all alike but the last
   cut(pieces, first_piece, int32_t(size), ranges);
   return num_blocks;
 }
 
 WorkList::WorkList(const Attention& call) {
   const StepPlan& plan = call.plan;
-  const int group = call.group();
   for (int64_t sequence = 0; sequence < plan.num_seqs; ++sequence) {
-    const int32_t* position = plan.query_position + plan.query_start[sequence];
-    const int num_rows = (plan.query_start[sequence + 1] - plan.query_start[sequence]) * group;
-    const int range_tokens = num_rows <= kFewRows ? kRangeTokensFew : kRangeTokensMany;
+    const int num_tokens = plan.query_start[sequence + 1] - plan.query_start[sequence];
+    const int num_rows = num_tokens * call.group();
     for (int row = 0; row < num_rows; row += kTileRows) {
-      const int rows = std::min(kTileRows, num_rows - row);
-      const auto [least, most] =
-          std::minmax_element(position + row / group, position + (row + rows - 1) / group + 1);
-      const int first_range = int(ranges.size());
-      const int64_t num_blocks = cut_ranges(
-          call, sequence, *least, *most, range_tokens / call.cache.block_size, pieces, ranges);
-      const int num_ranges = int(ranges.size()) - first_range;
-      tile_of_range.insert(tile_of_range.end(), num_ranges, int(tiles.size()));
-      tiles.push_back({sequence, row, rows, first_range, num_ranges});
-      // A row of few costs as much as many: widening and reading K and V weigh like 8 rows.
-      work += num_blocks * call.cache.block_size * call.cache.head_dim * (rows + 8);
+      add_tile(call, sequence, row, std::min(kTileRows, num_rows - row));
     }
   }
 }
 
-Tile WorkList::tile(const Attention& call, int index, int kv_head) const {
+void WorkList::add_tile(const Attention& call, int64_t sequence, int first_row, int num_rows) {
+  const int group = call.group();
+  const int32_t* position = call.plan.query_position + call.plan.query_start[sequence];
+  const auto [least, most] = std::minmax_element(position + first_row / group,
+                                                 position + (first_row + num_rows - 1) / group + 1);
+  const bool few = num_rows <= kFewRows;
+  const int first_range = int(ranges.size());
+  const int64_t num_blocks = cut_ranges(call,
+                                        sequence,
+                                        *least,
+                                        *most,
+                                        few ? kLeastRangeTokensFew : kRangeTokensMany,
+                                        few ? kRangeTokensFew : kRangeTokensMany,
+                                        pieces,
+                                        ranges);
+  const int heads = few ? heads_of_unit(call.cache, num_rows) : 1;
+  const int num_ranges = int(ranges.size()) - first_range;
+  for (int range = first_range; range < int(ranges.size()); ++range) {
+    for (int kv_head = 0; kv_head < call.cache.num_kv_heads; kv_head += heads) {
+      units.push_back({int(tiles.size()), range, kv_head});
+    }
+  }
+  const int groups = call.cache.num_kv_heads / heads;
+  tiles.push_back({sequence,
+                   first_row,
+                   num_rows,
+                   heads,
+                   num_ranges,
+                   first_range,
+                   int(units.size()) - num_ranges * groups,
+                   num_groups});
+  num_groups += groups;
+  // Widening and reading K and V weigh like 8 rows.
+  work += num_blocks * call.cache.block_size * call.cache.head_dim * (num_rows + 8) *
+          call.cache.num_kv_heads;
+}
+
+Tile WorkList::tile(const Attention& call, int index, int kv_head, int num_kv_heads) const {
   const RowTile& tile = tiles[index];
-  return {&call, call.plan.query_start[tile.sequence], tile.first_row, tile.num_rows, kv_head};
+  return {&call,
+          call.plan.query_start[tile.sequence],
+          tile.first_row,
+          tile.num_rows,
+          kv_head,
+          num_kv_heads};
 }
 
 }  // namespace memkv
