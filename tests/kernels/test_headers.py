@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,6 +22,16 @@ def test_the_algebra_of_the_headers(tmp_path: Path) -> None:
     subprocess.run([str(COMPILER), *flags, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
+
+
+def test_the_essay_names_files_that_exist() -> None:
+    csrc = ROOT / "csrc"
+    text = (csrc / "README.md").read_text()
+    names = set(re.findall(r"[\w/]+\.(?:h|cpp|py)\b", text))
+    assert len(names) > 10
+    folders = (csrc, csrc / "include/memkv", ROOT)
+    missing = {name for name in names if not any((folder / name).is_file() for folder in folders)}
+    assert not missing
 
 
 def test_every_header_compiles_alone(tmp_path: Path) -> None:
