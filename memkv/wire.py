@@ -108,6 +108,7 @@ class Info(Reply, frozen=True, kw_only=True):
     policies: list[str]
     default_policy: str
     max_body_bytes: int
+    threads: dict[str, int] = {}  # of torch and of the kernels; 0 until they are measured
 
 
 class Check(Reply, frozen=True, kw_only=True):

@@ -23,7 +23,6 @@ from memkv.bench.environment import cpu_name, threads, versions
 from memkv.bench.model_pass import ModelPass
 from memkv.config import Config
 from memkv.errors import InternalServerError
-from memkv.kernels.ops import num_threads
 from memkv.kv.layout import KVLayout
 from memkv.memory import Memory
 from memkv.text.chunker import chunk_text
@@ -118,7 +117,9 @@ class _Run:
         shape = self._shape
         self._tell("ingesting the chunks to retrieve")
         self._ingest(_RETRIEVED, self._documents(shape.chunks, seed=1))
-        torch.set_num_threads(num_threads())  # what the engine's thread chose, for the bare model too
+        torch.set_num_threads(
+            self._memory.info().threads["torch"]
+        )  # as the engine's thread, for the bare model too
         answers = self._answers()
         decode = self._decode_rate()
         ingest_rate, model_rate = self._ingest_and_model_rates()

@@ -32,7 +32,7 @@ from memkv.engine.request import GenerateRequest, PrefillRequest
 from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
-from memkv.engine.threads import use_threads
+from memkv.engine.threads import Threads, use_threads
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import ConfigError, EngineClosed, MemKVError
 from memkv.kv.chunk import ChunkKV
@@ -48,7 +48,7 @@ class EngineStats:
     """The engine as of the end of the last step; `alive` says whether its thread takes requests."""
 
     alive: bool
-    threads: int  # 0 until they are calibrated
+    threads: Threads
     lanes: tuple[LaneStats, ...]
 
 
@@ -84,12 +84,12 @@ class Engine:
         self._loader = Loader()
         self._lanes: dict[KVLayout, Lane] = {}
         self._turns: FairShare[tuple[KVLayout, str]] = FairShare()
-        self._threads = 0
+        self._threads = Threads(0, 0)
         self._changed = threading.Condition()  # guards what follows
         self._tasks: dict[Task, KVLayout] = {}  # everything submitted and not finished
         self._closing = False
         self._death: BaseException | None = None
-        self._stats = EngineStats(alive=True, threads=0, lanes=())
+        self._stats = EngineStats(alive=True, threads=self._threads, lanes=())
         self._thread = threading.Thread(target=self._run, name="memkv-engine", daemon=True)
         self._thread.start()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memkv.errors import ModelError
+from memkv.kernels.ops import prefer_huge_pages
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 
@@ -41,6 +42,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self._poison = poison
         self._storage = torch.empty((num_blocks, layout.bytes_per_block), dtype=torch.uint8, device=device)
+        if self.device.type == "cpu":
+            prefer_huge_pages(self._storage)
         self._typed = self._storage.view(_DTYPES[layout.dtype])  # [num_blocks, elements of a block]
         self._layers = [self._layer(index) for index in range(layout.num_layers)]
         self.clear(range(num_blocks))

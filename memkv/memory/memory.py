@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -127,6 +128,7 @@ class Memory:
             policies=_POLICIES,
             default_policy=choose_policy(parts.config.query.policy).policy.name,
             max_body_bytes=parts.config.server.max_body_bytes,
+            threads=asdict(parts.engine.stats().threads),
         )
 
     def ready(self) -> Readiness:

@@ -8,7 +8,7 @@ import torch
 
 from memkv.engine.fair_share import FairShare
 from memkv.engine.pace import Pace
-from memkv.engine.threads import use_threads
+from memkv.engine.threads import Threads, use_threads
 from memkv.kernels import ops
 
 
@@ -70,11 +70,12 @@ def test_a_slow_step_does_not_shrink_the_next_ones_without_end() -> None:
 def test_threads_are_set_for_torch_and_the_kernels() -> None:
     before, kernels_before = torch.get_num_threads(), ops.num_threads()
     try:
-        assert use_threads(1, 64) == 1
+        assert use_threads(1, 64) == Threads(1, 1)
         assert (torch.get_num_threads(), ops.num_threads()) == (1, 1)
         torch.set_num_threads(2)
-        assert use_threads(0, 64) in (1, 2)
-        assert torch.get_num_threads() == ops.num_threads()
+        measured = use_threads(0, 64)
+        assert measured.torch in (1, 2) and measured.kernels in (1, 2)
+        assert measured == Threads(torch.get_num_threads(), ops.num_threads())
     finally:
         torch.set_num_threads(before)
         ops.set_num_threads(kernels_before)

@@ -312,3 +312,12 @@ def test_the_weights_are_the_files(model_dir: Path) -> None:
             torch.testing.assert_close(
                 loaded.module.state_dict()[name], file.get_tensor(name), rtol=0, atol=0
             )
+
+
+def test_on_a_cpu_linear_weights_lie_by_column(model_dir: Path) -> None:
+    loaded = load_model(str(model_dir))
+    layer = loaded.module.base_model.layers[0].mlp.up_proj
+    assert layer.weight.t().is_contiguous() and not layer.weight.is_contiguous()
+    assert loaded.module.get_input_embeddings().weight.is_contiguous()
+    plain = load_file(model_dir / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(layer.weight, plain)
