@@ -99,20 +99,22 @@ def problem_of(error: BaseException, *, instance: str = "", request_id: str = ""
         return problem_for(error, instance=instance, request_id=request_id)
     if isinstance(error, Violation):
         item = ProblemItem(message=error.message, loc=error.loc, code="invalid")
-        return _problem(400, str(error), instance, request_id, [item])
+        problem = _problem(400, str(error), instance, request_id, [item])
+        hint = f"{error.hint}; {_INVALID_HINT}" if error.hint else _INVALID_HINT
+        return msgspec.structs.replace(problem, hint=hint)
     if isinstance(error, ValidationException):
         items = _items(error.extra)
         detail = "; ".join(f"{item.loc}: {item.message}" if item.loc else item.message for item in items)
         return _problem(400, detail or _plain(error.detail), instance, request_id, items)
-    if isinstance(error, NotFoundException | MethodNotAllowedException):
-        problem = _problem(error.status_code, "there is no such route", instance, request_id)
-        return msgspec.structs.replace(problem, hint="the routes are listed at /docs")
     if isinstance(error, HTTPException) and error.status_code < 500:
-        return _problem(error.status_code, _plain(error.detail), instance, request_id)
+        detail, hint = _explain(error)
+        problem = _problem(error.status_code, detail, instance, request_id)
+        return msgspec.structs.replace(problem, hint=hint)
     if isinstance(error, ClientDisconnected):
         return _CLIENT_GONE
     if isinstance(error, _UNREADABLE):
-        return _problem(400, "the request holds a value that cannot be read", instance, request_id)
+        problem = _problem(400, "the request holds a value that cannot be read", instance, request_id)
+        return msgspec.structs.replace(problem, hint=_INVALID_HINT)
     return problem_for(
         InternalServerError("an unexpected fault", hint="the server's log has it under this request id"),
         instance=instance,
@@ -179,6 +181,18 @@ def _problem(
         instance=instance,
         request_id=request_id,
     )
+
+
+def _explain(error: HTTPException) -> tuple[str, str]:
+    """(detail, hint) of what the framework refuses."""
+    if isinstance(error, NotFoundException):
+        return "there is no such route", "the routes are listed at /docs"
+    if isinstance(error, MethodNotAllowedException):
+        allowed = (error.headers or {}).get("allow", "")
+        return "this route does not allow the method", f"allowed: {allowed}; the routes are listed at /docs"
+    if error.status_code == HTTPStatus.REQUEST_TIMEOUT:
+        return _plain(error.detail), "send the body without pauses, or send less at once"
+    return _plain(error.detail), "the routes and what they take are described at /docs"
 
 
 def _items(extra: object) -> list[ProblemItem]:

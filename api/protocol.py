@@ -40,7 +40,7 @@ class HTTPProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        body = encode_problem(problem_for(BadRequestError(msg)))
+        body = encode_problem(problem_for(BadRequestError(msg, hint="speak HTTP/1.1, without TLS")))
         headers = [
             (b"content-type", PROBLEM_JSON.encode("ascii")),
             (b"content-length", str(len(body)).encode("ascii")),

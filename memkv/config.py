@@ -318,5 +318,6 @@ def _require_known(key: str, origin: str) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         raise ConfigError(
-            f"unknown configuration key {key} ({origin})", hint=f"did you mean {near[0]}?" if near else ""
+            f"unknown configuration key {key} ({origin})",
+            hint=f"did you mean {near[0]}?" if near else "memkv config show lists those that there are",
         )

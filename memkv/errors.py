@@ -56,17 +56,18 @@ class MemKVError(Exception):
 
     Attributes:
         detail: what happened, in one sentence.
-        hint: what to do about it; may be empty.
+        hint: what to do about it; the `remedy` of the class where the raiser knows nothing more.
         request_id: the server's id of the request, where there was one.
     """
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
+    remedy: ClassVar[str] = ""  # of a class whose errors are all mended alike; else each raiser gives a hint
 
     def __init__(self, detail: str, *, hint: str = "", request_id: str = "") -> None:
         super().__init__(detail)
         self.detail = detail
-        self.hint = hint
+        self.hint = hint or self.remedy
         self.request_id = request_id
 
     def __str__(self) -> str:
@@ -80,11 +81,13 @@ class APIError(MemKVError):
 
 class APIConnectionError(APIError):
     code = "connection_failed"
+    remedy = "see whether the server still runs, and send the request again"
 
 
 class APITimeoutError(APIError):
     code = "timeout"
     status = 504
+    remedy = "allow more time"
 
 
 class BadRequestError(MemKVError):
@@ -125,14 +128,17 @@ class NotFoundError(MemKVError):
 
 class CollectionNotFound(NotFoundError):
     code = "collection_not_found"
+    remedy = "memkv collections list shows those that exist"
 
 
 class DocumentNotFound(NotFoundError):
     code = "document_not_found"
+    remedy = "memkv documents list -c COLLECTION shows those that exist"
 
 
 class JobNotFound(NotFoundError):
     code = "job_not_found"
+    remedy = "memkv jobs list shows those that exist"
 
 
 class ModelNotFound(NotFoundError):
@@ -192,10 +198,12 @@ class ModelError(MemKVError):
 
 class UnsupportedModel(ModelError):
     code = "unsupported_model"
+    remedy = "give --model another one; memkv models list shows those that are known to work"
 
 
 class ModelDamaged(ModelError):
     code = "model_damaged"
+    remedy = "copy or install the model again"
 
 
 class RateLimitError(MemKVError):
@@ -206,6 +214,7 @@ class RateLimitError(MemKVError):
 class InternalServerError(MemKVError):
     code = "internal_error"
     status = 500
+    remedy = "this is a fault of memkv: its log, or memkv --debug, shows where"
 
 
 class ServiceUnavailableError(MemKVError):
@@ -223,10 +232,12 @@ class PoolExhausted(ServiceUnavailableError):
     """Fewer blocks are free than were asked for."""
 
     code = "pool_exhausted"
+    remedy = "try again when other questions are answered, or raise engine.pool_bytes"
 
 
 class EngineClosed(ServiceUnavailableError):
     code = "engine_closed"
+    remedy = "it is about to stop: try again when it is started again"
 
 
 class DatabaseUnavailable(ServiceUnavailableError):

@@ -25,6 +25,7 @@ _PLAINER = {
     "Input data was truncated": "JSON ends too early, or holds a lone surrogate (\\ud800 to \\udfff)",
     "Invalid UTF-8 encoded string": "JSON is not UTF-8",
 }
+_NAME_HINT = "a name is 1 to 128 letters, digits, '.', '_' or '-', with a letter or digit first"
 _FREE_FIELDS = frozenset({"text", "data"})  # a document's own text and bytes
 
 
@@ -34,12 +35,14 @@ class Violation(ValueError):
     Attributes:
         loc: where, as a dotted path; empty for the whole.
         message: the rule that it breaks.
+        hint: how to keep to it, where the rule itself does not say so.
     """
 
-    def __init__(self, message: str, loc: str = "") -> None:
+    def __init__(self, message: str, loc: str = "", hint: str = "") -> None:
         super().__init__(f"{loc}: {message}" if loc else message)
         self.message = message
         self.loc = loc
+        self.hint = hint
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:
@@ -77,9 +80,9 @@ def check_values(request: Request) -> None:
 def check_string(text: str, loc: str) -> None:
     """Raises `Violation` for NUL and lone surrogates."""
     if "\0" in text:
-        raise Violation("NUL characters are not allowed", loc)
+        raise Violation("NUL characters are not allowed", loc, "remove them")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise Violation("lone surrogates are not allowed", loc)
+        raise Violation("lone surrogates are not allowed", loc, "send valid Unicode")
 
 
 def _check(value: object, loc: str, *, depth: int) -> None:
@@ -104,7 +107,7 @@ def _check(value: object, loc: str, *, depth: int) -> None:
 def _check_item(value: object, loc: str, *, depth: int) -> None:
     """Values inside free-form objects: their integers have no bounds of their own."""
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
-        raise Violation("integers must lie within -2^53 and 2^53", loc)
+        raise Violation("integers must lie within -2^53 and 2^53", loc, "send it as a string")
     _check(value, loc, depth=depth)
 
 
@@ -112,4 +115,5 @@ def _violation(error: Exception) -> Violation:
     # msgspec reports a lone surrogate at the end of a short body as truncation.
     match = _AT.match(_PLAINER.get(str(error), str(error)))
     assert match is not None, "bug: the pattern matches every string"
-    return Violation(match["message"], match["loc"] or "")
+    hint = _NAME_HINT if "matching regex" in match["message"] else ""
+    return Violation(match["message"], match["loc"] or "", hint)

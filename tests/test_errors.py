@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from memkv import errors
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_the_docstring_draws_the_whole_tree() -> None:
@@ -49,6 +54,30 @@ def test_a_reply_becomes_the_class_that_was_raised(
     code: str, status: int, expected: type[errors.MemKVError]
 ) -> None:
     assert errors.error_for(code, status) is expected
+
+
+def raised_without_a_hint(path: Path) -> Iterator[str]:
+    """Constructors of errors in a module that give no hint, of classes that have no remedy of their own."""
+    classes = {cls.__name__: cls for cls in errors.error_classes().values()}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
+            hinted = any(keyword.arg == "hint" for keyword in node.keywords)
+            if not hinted and not classes[node.func.id].remedy:
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.func.id}"
+
+
+def test_whoever_raises_an_error_says_how_to_mend_it() -> None:
+    """Kernels and engine are called by memkv itself: what they refuse, no user has given."""
+    modules = [path for part in ("memkv", "api") for path in (ROOT / part).rglob("*.py")]
+    inner = {ROOT / "memkv" / "kernels", ROOT / "memkv" / "engine"}
+    reachable = [path for path in modules if not inner & {*path.parents}]
+    assert len(reachable) > 100
+    assert [found for path in reachable for found in raised_without_a_hint(path)] == []
+
+
+def test_a_class_that_is_always_mended_alike_says_so_itself() -> None:
+    assert errors.CollectionNotFound("collection 'a' does not exist").hint == errors.CollectionNotFound.remedy
+    assert errors.CollectionNotFound("gone", hint="look again").hint == "look again"
 
 
 def test_the_hint_stands_in_the_message() -> None:

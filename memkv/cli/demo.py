@@ -15,6 +15,7 @@ from memkv.cli.output import Output, output_options, printable, table
 from memkv.cli.progress import bar, steps
 from memkv.cli.query import source_lines
 from memkv.cli.target import Target, embedded_options
+from memkv.errors import ConflictError, error_for
 
 if TYPE_CHECKING:
     from memkv.memory import Memory
@@ -112,7 +113,10 @@ def _ingest(memory: Memory, out: Output) -> None:
         out.note(f"{len(documents)} documents: all of them known and unchanged, nothing prefilled")
         return
     if job.status != "succeeded":
-        raise click.ClickException(job.errors[0].detail if job.errors else f"the job ended as {job.status}")
+        if job.errors:
+            problem = job.errors[0]
+            raise error_for(problem.code, problem.status)(problem.detail, hint=problem.hint)
+        raise ConflictError(f"the ingest job ended as {job.status}", hint="run memkv demo again")
     counts = job.counts
     out.note(
         f"{len(documents)} documents: {counts.chunks_prefilled} chunks prefilled "

@@ -149,7 +149,7 @@ class _Run:
         try:
             document = self._client.documents.retrieve(self._collection, document_id)
         except NotFoundError:
-            return FileResult(name, "failed", document_id, error="deleted meanwhile")
+            return FileResult(name, "failed", document_id, error="deleted meanwhile", hint="ingest it again")
         if document.status == "ready":
             return FileResult(name, accepted.outcome, document_id)
         problem = document.error or next(iter(job.errors if job else []), None)
@@ -204,7 +204,7 @@ def _readable(names: Sequence[str]) -> tuple[list[str], list[FileResult]]:
                 read_text(Path(name).read_bytes(), Path(name).name, max_bytes=sys.maxsize)
             kept.append(name)
         except OSError as error:
-            refused.append(FileResult(name, "failed", error=error.strerror or str(error)))
+            refused.append(_unreadable(name, error))
         except MemKVError as error:
             refused.append(_failed(name, error))
     return kept, refused
@@ -222,7 +222,7 @@ def _batches(
         try:
             data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         except OSError as error:
-            results.append(FileResult(name, "failed", error=error.strerror or str(error)))
+            results.append(_unreadable(name, error))
             continue
         if batch and (len(batch) == _BATCH_FILES or size + len(data) > _BATCH_BYTES):
             yield batch
@@ -233,6 +233,10 @@ def _batches(
         size += len(data)
     if batch:
         yield batch
+
+
+def _unreadable(name: str, error: OSError) -> FileResult:
+    return FileResult(name, "failed", error=error.strerror or str(error), hint="check its rights")
 
 
 def _failed(external_id: str, error: MemKVError) -> FileResult:

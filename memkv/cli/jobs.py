@@ -87,5 +87,6 @@ def _show(job: Job, out: Output) -> None:
         ("created", job.created_at),
         ("finished", job.finished_at or "not yet"),
     ]
-    pairs += [("error", problem.detail) for problem in job.errors]
+    for problem in job.errors:
+        pairs += [("error", problem.detail), ("hint", problem.hint)]
     out.fields(job, pairs)

@@ -68,7 +68,10 @@ def _parse_filter(text: str) -> Filter:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--filter") from error
+            raise click.BadParameter(
+                f'{text!r} is not JSON: {error}. Write it as {{"lang": "en"}}, or as KEY=VALUE.',
+                param_hint="--filter",
+            ) from error
         return dict(value)
     key, value = _parse_pair(text, "--filter")
     return {"type": "eq", "key": key, "value": value}
@@ -77,7 +80,7 @@ def _parse_filter(text: str) -> Filter:
 def _parse_pair(text: str, option: str) -> tuple[str, str | int | float | bool | None]:
     key, equals, raw = text.partition("=")
     if not key or not equals:
-        raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as lang=en", param_hint=option)
     try:
         value = json.loads(raw)
     except ValueError:

@@ -39,7 +39,8 @@ class KVLayout:
                 raise LayoutError(f"{name} is {getattr(self, name)}", hint="at least 1")
         if self.head_dim % self.x:
             raise LayoutError(
-                f"head dim {self.head_dim} is not a multiple of {self.x}, the elements in 16 bytes"
+                f"head dim {self.head_dim} is not a multiple of {self.x}, the elements in 16 bytes",
+                hint="use a model with another head dim, or keep KV in kv.dtype = float32",
             )
 
     @property

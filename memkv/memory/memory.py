@@ -360,7 +360,8 @@ def _validate(request: Request) -> None:
     try:
         validate_request(request)
     except Violation as error:
-        raise BadRequestError(str(error)) from error
+        hint = error.hint or f"memkv.wire.{type(request).__name__} says what each field may hold"
+        raise BadRequestError(str(error), hint=hint) from error
 
 
 def _one_of(choices: Any, word: str) -> Any:

@@ -119,7 +119,7 @@ def _store_weights_by_column(module: PreTrainedModel) -> None:
 
 def _checked_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype not in _DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype {dtype!r} is not possible", hint="one of " + ", ".join(_DTYPES))
     try:
         kind = torch.device(device).type
     except RuntimeError as error:

@@ -62,13 +62,13 @@ class Listing(Generic[T]):
 def document_path(collection: str, document: str) -> str:
     """Raises `BadRequestError` for a document that no path can name."""
     if not document:
-        raise BadRequestError("the document's id is empty")
+        raise BadRequestError("the document's id is empty", hint="give its id or external id")
     return f"{collection_path(collection)}/documents/{segment(document)}"
 
 
 def collection_path(name: str) -> str:
     if not name:
-        raise BadRequestError("the collection's name is empty")
+        raise BadRequestError("the collection's name is empty", hint="give its name")
     return f"/v1/collections/{segment(name)}"
 
 
@@ -77,7 +77,7 @@ def segment(text: str) -> str:
     try:
         quoted = quote(text, safe="")
     except UnicodeEncodeError as error:
-        raise BadRequestError("an id holds a lone surrogate") from error
+        raise BadRequestError("an id holds a lone surrogate", hint="give valid Unicode") from error
     return quoted.replace(".", "%2E") if not text.strip(".") else quoted
 
 
@@ -100,4 +100,4 @@ def json_param(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode("utf-8")
     except (TypeError, msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequestError("the filter is no JSON object") from error
+        raise BadRequestError("the filter is no JSON object", hint='such as {"lang": "en"}') from error

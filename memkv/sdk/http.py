@@ -52,7 +52,9 @@ class Endpoint:
             raise ConfigError(f"{url!r} is no http address", hint=f"such as {DEFAULT_URL}")
         key = api_key if api_key is not None else os.environ.get("MEMKV_API_KEY", "")
         if not key.isascii() or not key.isprintable():
-            raise ConfigError("the API key holds characters that no header can carry")
+            raise ConfigError(
+                "the API key holds characters that no header can carry", hint="give it in ASCII"
+            )
         return cls(
             base_url=url.rstrip("/"),
             api_key=key,
@@ -118,7 +120,10 @@ def _encode(body: msgspec.Struct) -> bytes:
             "the text holds a lone surrogate", hint="it was not decoded as the text that it is"
         ) from error
     except (TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise BadRequestError(f"the request cannot be written as JSON: {error}") from error
+        raise BadRequestError(
+            f"the request cannot be written as JSON: {error}",
+            hint="metadata and filters hold strings, finite numbers, booleans and None",
+        ) from error
 
 
 def _form(uploads: Sequence[DocumentUpload]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:

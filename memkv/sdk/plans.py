@@ -102,7 +102,7 @@ def _ingest(
 ) -> Plan[Accepted]:
     seconds = _seconds(wait)
     if not seconds >= 0:
-        raise BadRequestError("wait must not be negative")
+        raise BadRequestError("wait must not be negative", hint="give True, False or a number of seconds")
     deadline = time.monotonic() + seconds
     first_wait = 0.0 if on_progress is not None else min(seconds, _LONG_WAIT)
     accepted: Accepted = yield requests.ingest_document(collection, document, keyed=keyed, wait=first_wait)
@@ -116,7 +116,7 @@ def _ingest(
     if job.status == "failed" and job.errors:
         raise error_of_problem(job.errors[0])
     if job.status == "cancelled":
-        raise ConflictError(f"the job {job.id} was cancelled")
+        raise ConflictError(f"the job {job.id} was cancelled", hint="ingest the document again")
     return accepted
 
 

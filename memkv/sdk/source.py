@@ -28,7 +28,7 @@ def read_document(
         BadRequestError: not exactly one of the three is given, or the file cannot be read.
     """
     if (text is not None) + (file is not None) + (path is not None) != 1:
-        raise BadRequestError("give exactly one of text, file and path")
+        raise BadRequestError("not exactly one of text, file and path is given", hint="give one of them")
     if text is not None:
         return DocumentCreate(text=text, title=title, external_id=external_id, metadata=metadata or {})
     name, data = _read_file(file) if file is not None else _read_path(Path(path or ""))
@@ -57,7 +57,9 @@ def _read_path(path: Path) -> tuple[str, bytes]:
     try:
         return path.name, path.read_bytes()
     except OSError as error:
-        raise BadRequestError(f"cannot read {path}: {error.strerror}") from error
+        raise BadRequestError(
+            f"cannot read {path}: {error.strerror}", hint="check the path and its rights"
+        ) from error
 
 
 def _media_type(name: str) -> str:

@@ -98,7 +98,9 @@ class BlockDirectory:
             sync_file(path)
             return False
         if existing.transient:
-            raise ServiceUnavailableError(f"a block file cannot be read: {existing.detail}")
+            raise ServiceUnavailableError(
+                f"a block file cannot be read: {existing.detail}", hint="check the disk, then try again"
+            )
         self.quarantine(path, existing)
         os.link(draft, path, follow_symlinks=False)
         return True

@@ -71,7 +71,9 @@ class CollectionStatements:
         checked_text("the system prompt", new.system_prompt, max_chars=1_000_000)
         metadata = checked_metadata("metadata", new.metadata)
         if not _DIGEST.match(new.fingerprint_digest):
-            raise BadRequestError("the fingerprint's digest is not 64 hex digits")
+            raise BadRequestError(
+                "the fingerprint's digest is not 64 hex digits", hint="give that of a Fingerprint"
+            )
         with self._database.write() as transaction:
             connection = transaction.connection
             secret = read_tenant_secret(connection, tenant)

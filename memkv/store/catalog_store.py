@@ -67,7 +67,7 @@ class StoreStatements:
         with self._database.write() as transaction:
             taken = transaction.connection.execute(select(Tenant.name).where(Tenant.name == tenant)).scalar()
             if taken is not None:
-                raise BadRequestError(f"tenant {tenant!r} exists")
+                raise BadRequestError(f"tenant {tenant!r} exists", hint="choose another name")
             _insert_tenant(transaction.connection, tenant)
 
     def tenants(self) -> list[str]:
@@ -104,7 +104,7 @@ class StoreStatements:
 def read_tenant_secret(connection: Connection, tenant: str) -> bytes:
     secret = connection.execute(select(Tenant.secret).where(Tenant.name == tenant)).scalar()
     if secret is None:
-        raise NotFoundError(f"tenant {tenant!r} does not exist")
+        raise NotFoundError(f"tenant {tenant!r} does not exist", hint="make it first: create_tenant")
     if len(secret) != _SECRET_BYTES:
         raise damaged("a tenant's secret has a wrong length")
     return secret

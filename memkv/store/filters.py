@@ -93,7 +93,9 @@ def _parse_junction(source: Mapping[object, object], *, depth: int) -> Junction:
     _require_only(source, "type", "filters")
     parts = source["filters"]
     if not isinstance(parts, list | tuple) or not parts:
-        raise FilterError(f"`filters` of {source['type']!r} is not a list of filters")
+        raise FilterError(
+            f"`filters` of {source['type']!r} is not a list of filters", hint="give at least one filter in it"
+        )
     if len(parts) > MAX_COMPARISONS:
         raise FilterError(f"the filter has {len(parts)} parts", hint=f"at most {MAX_COMPARISONS}")
     return Junction(source["type"] == "and", tuple(_parse(part, depth=depth + 1) for part in parts))
@@ -106,7 +108,9 @@ def _parse_comparison(source: Mapping[object, object]) -> Comparison:
     value = source["value"]
     if operator in ("in", "nin"):
         if not isinstance(value, list | tuple) or not value:
-            raise FilterError(f"the value of {operator!r} is not a list of values")
+            raise FilterError(
+                f"the value of {operator!r} is not a list of values", hint="give at least one value in it"
+            )
         if len(value) > MAX_VALUES:
             raise FilterError(f"{operator!r} has {len(value)} values", hint=f"at most {MAX_VALUES}")
         values = tuple(_scalar(key, part) for part in value)
@@ -128,15 +132,20 @@ def kind_of(value: Scalar) -> Literal["string", "number", "boolean"]:
 def _require_only(source: Mapping[object, object], *names: str) -> None:
     missing = [name for name in names if name not in source]
     if missing:
-        raise FilterError(f"the filter {source.get('type')!r} lacks {', '.join(missing)}")
+        raise FilterError(
+            f"the filter {source.get('type')!r} lacks {', '.join(missing)}", hint=f"it has {', '.join(names)}"
+        )
     unknown = [str(name) for name in source if name not in names]
     if unknown:
-        raise FilterError(f"the filter has unknown fields: {', '.join(sorted(unknown))[:200]}")
+        raise FilterError(
+            f"the filter has unknown fields: {', '.join(sorted(unknown))[:200]}",
+            hint=f"{source.get('type')!r} has {', '.join(names)}",
+        )
 
 
 def _key(key: object) -> str:
     if not isinstance(key, str) or not key:
-        raise FilterError("a filter's key is a metadata key")
+        raise FilterError("a filter's key is a metadata key", hint="give a string that is not empty")
     return checked_text("a filter's key", key, max_chars=MAX_KEY_CHARS, error=FilterError)
 
 

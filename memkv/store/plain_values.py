@@ -28,7 +28,7 @@ def checked_text(
 ) -> str:
     """`value`, if both databases can hold it. Raises `error` otherwise."""
     if not isinstance(value, str):
-        raise error(f"{what} is not a string")
+        raise error(f"{what} is not a string", hint="send a string")
     if len(value) > max_chars:
         raise error(f"{what} has {len(value)} characters", hint=f"at most {max_chars}")
     if "\0" in value:
@@ -63,15 +63,15 @@ def checked_scalar(what: str, value: object, *, error: type[BadRequestError] = F
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise error(f"{what} is not a finite number")
+            raise error(f"{what} is not a finite number", hint="send a finite number, or a string")
         return value
-    raise error(f"{what} is neither a string, a number nor a boolean")
+    raise error(f"{what} is neither a string, a number nor a boolean", hint="send one of these")
 
 
 def checked_metadata(what: str, value: Mapping[str, object]) -> dict[str, object]:
     """`value` with its keys sorted, if it is plain JSON. Raises `BadRequestError` otherwise."""
     if not isinstance(value, Mapping):
-        raise BadRequestError(f"{what} is not an object")
+        raise BadRequestError(f"{what} is not an object", hint='send one, such as {"lang": "en"}')
     checked = _checked_tree(what, value, depth=0)
     assert isinstance(checked, dict)
     size = len(canonical_json(checked).encode())
@@ -92,7 +92,7 @@ def _checked_tree(what: str, value: object, *, depth: int) -> object:
         return None
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise BadRequestError(f"{what} has a key that is not a string")
+            raise BadRequestError(f"{what} has a key that is not a string", hint="send it as a string")
         for key in value:
             checked_text(f"a key of {what}", key, max_chars=MAX_KEY_CHARS)
         return {key: _checked_tree(f"{what}.{key}", value[key], depth=depth + 1) for key in sorted(value)}

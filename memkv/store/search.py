@@ -41,7 +41,10 @@ def search_collection(
     if k < 1:
         raise BadRequestError(f"k is {k}", hint="at least 1")
     if vector.shape != (collection.dim,) or not np.isfinite(vector).all():
-        raise BadRequestError(f"the query's vector is not {collection.dim} finite numbers")
+        raise BadRequestError(
+            f"the query's vector is not {collection.dim} finite numbers",
+            hint="embed it with the collection's embedder",
+        )
     index = indexes.get(collection)
     among = None
     if matching is not None:

@@ -37,6 +37,7 @@ def problem(response: httpx2.Response, status: int, code: str) -> Problem:
     assert (found.status, found.code) == (status, code)
     assert found.request_id == response.headers["x-request-id"]
     assert found.detail
+    assert found.hint
     return found
 
 
@@ -88,6 +89,8 @@ class TestService:
         refused = http.patch("/v1/collections")
         problem(refused, 405, "method_not_allowed")
         assert "POST" in refused.headers["allow"]
+        assert "method" in refused.json()["detail"]
+        assert "POST" in refused.json()["hint"]
 
 
 class TestCollections:

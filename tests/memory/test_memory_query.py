@@ -144,8 +144,9 @@ def test_nothing_relevant_is_said_and_not_made_up(smol_memory: Memory) -> None:
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused(smol_memory: Memory, fields, error) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         ask(smol_memory, **fields)
+    assert caught.value.hint
     assert ask(smol_memory, policy="map").finish_reason in ("stop", "length")
 
 

@@ -62,8 +62,9 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_everything_outside_the_grammar_is_a_filter_error(source: Any) -> None:
-    with pytest.raises(FilterError):
+    with pytest.raises(FilterError) as caught:
         parse_filter(source)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("source", [None, {}])
