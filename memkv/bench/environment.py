@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 def cpu_name() -> str:
     """The processor's own name, with how many of its cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_model_name()}, {cores} cores"
+    return f"{_model_name()}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
 def threads() -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from memkv.cli.log import log_warnings_to_stderr
-from memkv.cli.output import Output, output_options, printable, table
+from memkv.cli.output import Output, counted, output_options, printable, table
 from memkv.cli.progress import bar, steps
 from memkv.cli.query import source_lines
 from memkv.cli.target import Target, embedded_options
@@ -110,7 +110,7 @@ def _ingest(memory: Memory, out: Output) -> None:
         accepted = memory.ingest(COLLECTION, documents)
         job = accepted.job and memory.wait_job(accepted.job.id, timeout=None, on_progress=progress.job)
     if job is None:
-        out.note(f"{len(documents)} documents: all of them known and unchanged, nothing prefilled")
+        out.note(f"{counted(len(documents), 'document')}: all of them known and unchanged, nothing prefilled")
         return
     if job.status != "succeeded":
         if job.errors:
@@ -119,8 +119,8 @@ def _ingest(memory: Memory, out: Output) -> None:
         raise ConflictError(f"the ingest job ended as {job.status}", hint="run memkv demo again")
     counts = job.counts
     out.note(
-        f"{len(documents)} documents: {counts.chunks_prefilled} chunks prefilled "
-        f"({counts.tokens_prefilled} tokens), {counts.chunks_reused} reused"
+        f"{counted(len(documents), 'document')}: {counted(counts.chunks_prefilled, 'chunk')} prefilled "
+        f"({counted(counts.tokens_prefilled, 'token')}), {counts.chunks_reused} reused"
     )
 
 
@@ -169,5 +169,6 @@ def _summarise(measured: Sequence[Measured], out: Output) -> None:
         same = sum(row.answer == base.answer for row, base in zip(rows, off, strict=True))
         note = "" if policy == "exact" else " (an approximation)"
         out.note(
-            f"{way}: first token {faster:.1f} x sooner than off, {same} of {len(rows)} answers the same{note}"
+            f"{way}: first token {faster:.1f} x sooner than off, "
+            f"{same} of {counted(len(rows), 'answer')} the same{note}"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import rich_click as click
 
 from memkv.cli.db import inspect_database
-from memkv.cli.output import Output, bytes_text, output_options, printable
+from memkv.cli.output import Output, bytes_text, counted, output_options, printable
 from memkv.cli.target import Target, embedded_options
 from memkv.errors import ExtensionMissing, MemKVError
 
@@ -82,7 +82,7 @@ def check_kernels(config: Config) -> Iterator[Finding]:
         yield Finding("kernels", "failed", error.detail, error.hint)
         return
     runnable = ", ".join(ops.runnable_isas())
-    yield Finding("kernels", "ok", f"built; {ops.isa()} of {runnable}; {threads} threads")
+    yield Finding("kernels", "ok", f"built; {ops.isa()} of {runnable}; {counted(threads, 'thread')}")
 
 
 def check_torch(config: Config) -> Iterator[Finding]:
@@ -215,7 +215,7 @@ def check_port(config: Config) -> Iterator[Finding]:
 def check_threads(config: Config) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    detail = f"{cores} cores, load {os.getloadavg()[0]:.1f}"
+    detail = f"{counted(cores, 'core')}, load {os.getloadavg()[0]:.1f}"
     if limit.isdigit() and int(limit) > cores:
         yield Finding(
             "threads",

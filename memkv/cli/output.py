@@ -112,6 +112,11 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """A count and what it counts, for nouns that take an s: "1 chunk", "2 chunks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def stderr_is_terminal() -> bool:
     return sys.stderr.isatty()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import rich_click as click
 
-from memkv.cli.output import Output, output_options, printable
+from memkv.cli.output import Output, counted, output_options, printable
 from memkv.cli.retrieval import Retrieval, retrieval_options
 from memkv.cli.target import Target, target_options
 
@@ -104,15 +104,15 @@ def usage_line(response: QueryResponse) -> str:
     """Tokens by what became of them, the policy and the time to the first token, in one line."""
     usage, reuse, timings = response.usage, response.reuse, response.timings
     parts = [
-        f"{usage.prompt_tokens} prompt tokens",
+        counted(usage.prompt_tokens, "prompt token"),
         f"{usage.cached_tokens} cached",
         f"{usage.prefilled_tokens} prefilled",
         f"reuse {reuse.mode}, policy {reuse.policy}",
         f"first token {timings.ttft_ms:.0f} ms",
-        f"{usage.completion_tokens} tokens in {timings.total_ms / 1000:.1f} s",
+        f"{counted(usage.completion_tokens, 'token')} in {timings.total_ms / 1000:.1f} s",
     ]
     if reuse.healed_chunks:
-        parts.append(f"{reuse.healed_chunks} chunks healed")
+        parts.append(f"{counted(reuse.healed_chunks, 'chunk')} healed")
     return " · ".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rich_click as click
 
-from memkv.cli.output import Output, output_options, printable
+from memkv.cli.output import Output, counted, output_options, printable
 from memkv.cli.retrieval import Retrieval, retrieval_options
 from memkv.cli.target import Target, target_options
 
@@ -31,8 +31,8 @@ def search(query: str, retrieval: Retrieval, target: Target, out: Output) -> Non
         return
     for chunk in found.data:
         name = chunk.external_id or chunk.title
-        where = f"characters {chunk.start} to {chunk.end}, {chunk.tokens} tokens"
+        where = f"characters {chunk.start} to {chunk.end}, {counted(chunk.tokens, 'token')}"
         click.echo(f"{chunk.score:.3f}  {click.style(printable(name), bold=True)}  {where}")
         text = " ".join(printable(chunk.text).split())
         click.echo(f"       {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}\n")
-    out.note(f"{len(found.data)} chunks in {found.retrieve_ms:.0f} ms")
+    out.note(f"{counted(len(found.data), 'chunk')} in {found.retrieve_ms:.0f} ms")

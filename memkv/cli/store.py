@@ -9,7 +9,7 @@ from pathlib import Path
 import rich_click as click
 
 from memkv.cli.log import log_warnings_to_stderr
-from memkv.cli.output import Output, bytes_text, output_options
+from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options, target_options
 
@@ -32,7 +32,7 @@ def stats(target: Target, out: Output) -> None:
             ("data directory", found.data_dir),
             ("collections", found.collections),
             ("documents", found.documents),
-            ("chunks", f"{found.chunks} ({found.tokens} tokens)"),
+            ("chunks", f"{found.chunks} ({counted(found.tokens, 'token')})"),
             ("block files", f"{found.kv_files} ({bytes_text(found.kv_bytes)})"),
             ("database", ", ".join(f"{key} {value}" for key, value in found.database.items())),
             ("pool", ", ".join(f"{count} {state}" for state, count in found.pool.items())),
@@ -71,7 +71,8 @@ def verify(ctx: click.Context, full: bool, repair: bool, target: Target, out: Ou
         out.json({**found, "problems": [asdict(problem) for problem in problems]})
     else:
         click.echo(
-            f"{files} block files, {bytes_text(size)}, {seconds:.1f} s: {len(problems) or 'no'} problems"
+            f"{counted(files, 'block file')}, {bytes_text(size)}, {seconds:.1f} s: "
+            f"{counted(len(problems), 'problem') if problems else 'no problems'}"
         )
         if problems:
             rows = [(p.kind, p.name, p.detail, "yes" if p.repaired else "no") for p in problems]

@@ -242,10 +242,11 @@ def _normalise(text: str) -> tuple[str, list[str]]:
     returns = stripped.count("\r")
     if returns:
         stripped = stripped.replace("\r\n", "\n").replace("\r", "\n")
-        notes.append(f"{returns:,} line ends became LF")
+        notes.append("1 line end became LF" if returns == 1 else f"{returns:,} line ends became LF")
     replaced = stripped.count("\ufffd")
     if replaced:
-        notes.append(f"{replaced:,} replacement characters were in it already: an earlier decoding lost text")
+        were = "character was" if replaced == 1 else "characters were"
+        notes.append(f"{replaced:,} replacement {were} in it already: an earlier decoding lost text")
     return stripped, notes
 
 

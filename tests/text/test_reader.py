@@ -57,6 +57,7 @@ def test_what_was_decided_is_reported() -> None:
     assert source.text == "a\nb\nc \ufffd"
     assert [note.split()[0] for note in source.notes] == ["removed", "2", "1"]
     assert "UTF-16-LE" in read_text("plain English".encode("utf-16-le")).notes[0]
+    assert read_text(b"a\rb").notes == ("1 line end became LF",)
     assert read_text(b"plain").notes == ()
 
 

@@ -1,0 +1,36 @@
+"""What commands say, word by word."""
+
+from __future__ import annotations
+
+import pytest
+
+from memkv.cli.output import counted
+from memkv.cli.query import usage_line
+from memkv.wire import QueryResponse, ReuseReport, Timings, Usage
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 chunks"), (1, "1 chunk"), (2, "2 chunks")])
+def test_a_count_agrees_with_its_noun(count: int, text: str) -> None:
+    assert counted(count, "chunk") == text
+
+
+def test_the_usage_line_counts_one_of_a_thing_as_one() -> None:
+    response = QueryResponse(
+        id="qry_1",
+        answer="yes",
+        finish_reason="length",
+        citations=[],
+        chunks=[],
+        usage=Usage(prompt_tokens=1, completion_tokens=1),
+        reuse=ReuseReport(mode="auto", policy="map", healed_chunks=1),
+        timings=Timings(total_ms=1000.0),
+    )
+    assert usage_line(response).split(" · ") == [
+        "1 prompt token",
+        "0 cached",
+        "0 prefilled",
+        "reuse auto, policy map",
+        "first token 0 ms",
+        "1 token in 1.0 s",
+        "1 chunk healed",
+    ]
