@@ -16,6 +16,7 @@ import msgspec
 
 import memkv
 from memkv.config import Config
+from memkv.engine.reuse import policy_names
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
 from memkv.memory.answering import Answering, QueryStream, choose_policy
 from memkv.memory.collections import Collections, model_of, require_same_settings
@@ -62,8 +63,6 @@ from memkv.wire import (
     StoreStats,
     StoreVerification,
 )
-
-_POLICIES = ["exact", "map", "head", "head:N"]
 
 
 class Memory:
@@ -125,7 +124,7 @@ class Memory:
             embedder=EmbedderInfo(
                 name=parts.embedder.name, dim=parts.embedder.dim, digest=parts.embedder.digest
             ),
-            policies=_POLICIES,
+            policies=policy_names(),
             default_policy=choose_policy(parts.config.query.policy).policy.name,
             max_body_bytes=parts.config.server.max_body_bytes,
             threads=asdict(parts.engine.stats().threads),

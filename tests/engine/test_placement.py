@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from engine_harness import RandomPrompts
 from hypothesis import given, settings
@@ -10,14 +12,13 @@ from hypothesis import strategies as st
 from memkv.engine.placement import MappedPiece, PrivatePiece, place
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
-from memkv.engine.reuse import Exact, Head, Map, MappedChunk, ReusePolicy, parse_policy
+from memkv.engine.reuse import BlockMass, Exact, Head, Map, MappedChunk, ReusePolicy
 from memkv.engine.sampler import Sampling
-from memkv.errors import BadRequestError
 
 SIZE = 16
 
 
-class Chosen:
+class Chosen(ReusePolicy):
     """Any blocks at all, drawn from a seed."""
 
     name = "chosen"
@@ -25,7 +26,7 @@ class Chosen:
     def __init__(self, bits: int) -> None:
         self._bits = bits
 
-    def fresh_blocks(self, mapped: list[MappedChunk]) -> list[list[int]]:
+    def fresh_blocks(self, mapped: Sequence[MappedChunk], look: BlockMass | None = None) -> list[list[int]]:
         bits, fresh = self._bits, []
         for chunk in mapped:
             fresh.append([index for index in range(chunk.num_blocks) if bits >> index & 1])
@@ -167,29 +168,13 @@ def test_a_chunk_behind_exactly_its_own_context_is_exact_wherever_it_stands() ->
 
 
 def test_a_policy_that_names_blocks_that_are_not_there_is_a_bug() -> None:
-    class Wrong:
+    class Wrong(ReusePolicy):
         name = "wrong"
 
-        def fresh_blocks(self, mapped: list[MappedChunk]) -> list[list[int]]:
+        def fresh_blocks(
+            self, mapped: Sequence[MappedChunk], look: BlockMass | None = None
+        ) -> list[list[int]]:
             return [[chunk.num_blocks] for chunk in mapped]
 
     with pytest.raises(AssertionError, match="policy"):
         place(request_of(Wrong()))
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [("exact", Exact()), ("map", Map()), ("head", Head(1)), ("head:1", Head(1)), ("head:12", Head(12))],
-)
-def test_policies_have_names(text: str, policy: ReusePolicy) -> None:
-    assert parse_policy(text) == policy
-    assert parse_policy(policy.name) == policy
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "Exact", "exact:1", "map:", "head:", "head:0", "head:-1", "head:x", "head:1:2", "head:²", "select"],
-)
-def test_other_names_are_refused_with_a_hint(text: str) -> None:
-    with pytest.raises(BadRequestError, match="head:n"):
-        parse_policy(text)
