@@ -234,6 +234,8 @@ class AcceptedDocument(Reply, frozen=True, kw_only=True):
 
 
 class JobProgress(Reply, frozen=True, kw_only=True):
+    """How far a job is. Of an ingest, bytes of text: they are known beforehand, and grow chunk by chunk."""
+
     stage: str = ""
     done: int = 0
     total: int = 0

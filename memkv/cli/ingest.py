@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from memkv.cli.output import Output, output_options
+from memkv.cli.output import Output, counted, output_options
 from memkv.cli.progress import Bar, bar
 from memkv.cli.retrieval import parse_pairs
 from memkv.cli.target import Target, target_options
@@ -127,7 +127,7 @@ class _Run:
                 return [result for document in batch for result in self.send([document])]
             results = [_failed(batch[0].external_id or "", error)]
         self._done += len(batch)
-        self._progress(self._done, self._total, "ingesting files")
+        self._progress(self._done, self._total, f"ingesting, {self._done} of {counted(self._total, 'file')}")
         return results
 
     def _follow(self, accepted: Accepted) -> list[FileResult]:

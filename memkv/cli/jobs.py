@@ -8,7 +8,7 @@ import rich_click as click
 
 from memkv.cli.output import Output, bytes_text, output_options
 from memkv.cli.paging import PageOptions, page_options
-from memkv.cli.progress import bar
+from memkv.cli.progress import bar, progress_text
 from memkv.cli.target import Target, target_options
 
 if TYPE_CHECKING:
@@ -39,10 +39,19 @@ def list_command(
         ).page
     out.rows(
         found,
-        ("id", "kind", "collection", "status", "documents", "chunks", "created"),
+        ("id", "kind", "collection", "status", "progress", "documents", "chunks", "created"),
         [
-            (j.id, j.kind, j.collection, j.status, j.counts.documents, j.counts.chunks, j.created_at)
-            for j in found.data
+            (
+                job.id,
+                job.kind,
+                job.collection,
+                job.status,
+                progress_text(job.progress),
+                job.counts.documents,
+                job.counts.chunks,
+                job.created_at,
+            )
+            for job in found.data
         ],
     )
 
@@ -78,7 +87,7 @@ def _show(job: Job, out: Output) -> None:
         ("kind", job.kind),
         ("collection", job.collection),
         ("status", job.status),
-        ("progress", f"{job.progress.done} of {job.progress.total} {job.progress.unit}"),
+        ("progress", progress_text(job.progress)),
         ("documents", counts.documents),
         ("chunks", f"{counts.chunks}: {counts.chunks_prefilled} prefilled, {counts.chunks_reused} reused"),
         ("tokens prefilled", counts.tokens_prefilled),

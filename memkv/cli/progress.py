@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from memkv.cli.output import Output, printable, stderr_is_terminal
+from memkv.cli.output import Output, bytes_text, printable, stderr_is_terminal
 
 if TYPE_CHECKING:
-    from memkv.wire import Job
+    from memkv.wire import Job, JobProgress
 
 Tell = Callable[[str], None]
 
@@ -27,6 +27,13 @@ def steps(out: Output) -> Iterator[Tell]:
         yield lambda words: status.update(Text(printable(words)))
 
 
+def progress_text(progress: JobProgress) -> str:
+    """How much of how much is done, for people."""
+    if progress.unit == "bytes":
+        return f"{bytes_text(progress.done)} of {bytes_text(progress.total)}"
+    return f"{progress.done} of {progress.total} {progress.unit}".strip()
+
+
 class Bar:
     """One bar: how much of a whole is done."""
 
@@ -38,25 +45,21 @@ class Bar:
 
     def job(self, job: Job) -> None:
         """Follows a job: what it does now, and how far that is."""
-        stage = job.progress.stage or job.status
-        self._update(job.progress.done, job.progress.total, f"{stage} {job.progress.unit}".strip())
+        progress = job.progress
+        words = f"{progress.stage or job.status}, {progress_text(progress)}"
+        self._update(progress.done, progress.total, words)
 
 
 @contextmanager
 def bar(out: Output, words: str) -> Iterator[Bar]:
-    """A bar that is told (done, total, words)."""
+    """A bar that is told (done, total, words); the words hold the numbers."""
     if out.quiet or not stderr_is_terminal():
         yield Bar(lambda done, total, words: None)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(words, total=None)
 

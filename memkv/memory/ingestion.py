@@ -63,12 +63,22 @@ class _Work:
 
 @dataclass(slots=True)
 class _Run:
-    """One job on its way."""
+    """One job on its way.
+
+    Attributes:
+        sizes: bytes of text of each of its documents that waits. Progress is told in them: they are known
+            beforehand, chunks are not.
+        total: the same of all its documents.
+        finished: the same of those that are seen to, whatever became of them.
+        ahead: what is prefilled of those that are not.
+    """
 
     job: JobRow
     collection: OpenCollection
+    sizes: dict[str, int]
     total: int
-    done: int = 0
+    finished: int
+    ahead: int = 0
     failed: int = 0
     counts: _Counts = field(default_factory=_Counts)
 
@@ -124,10 +134,12 @@ class Ingestion:
         except (NotFoundError, FingerprintMismatch) as error:
             jobs.finish(job.id, "failed", error=stored_problem(error))
             return
-        waiting = [item.document_id for item in jobs.items(job.tenant, job.id) if item.status == "queued"]
-        run = _Run(job, collection, total=len(waiting))
+        items = jobs.items(job.tenant, job.id)
+        sizes = {item.document_id: item.text_bytes for item in items if item.status == "queued"}
+        total = sum(item.text_bytes for item in items)
+        run = _Run(job, collection, sizes, total, finished=total - sum(sizes.values()))
         try:
-            for group in self._groups(run, waiting):
+            for group in self._groups(run, list(sizes)):
                 self._process(run, group)
         except (_Stopped, EngineClosed):
             jobs.release(job.id)
@@ -137,7 +149,7 @@ class Ingestion:
         elif run.failed == 0:
             jobs.finish(job.id, "succeeded", counts=asdict(run.counts))
         else:
-            every = run.failed == run.total
+            every = run.failed == len(run.sizes)
             jobs.finish(job.id, "failed" if every else "partial", counts=asdict(run.counts))
 
     def _groups(self, run: _Run, document_ids: Sequence[str]) -> Iterator[list[_Work]]:
@@ -198,13 +210,23 @@ class Ingestion:
         known = self._parts.store.catalog.existing_keys(collection.row.tenant, list(chunks))
         missing = [collection.ref(key, chunk.token_ids) for key, chunk in chunks.items() if key not in known]
         counts.chunks_reused += len(chunks) - len(missing)
+        group_bytes = sum(run.sizes[work.document.id] for work in group)
         size = self._parts.config.ingest.batch_chunks
+
+        def tell(prefilled: int) -> None:
+            run.ahead = group_bytes * prefilled // len(missing)
+            self._progress(run, "prefilling")
+
         for first in range(0, len(missing), size):
             self._stop_if_asked()
-            self._progress(run, "prefilling")
+            tell(first)
             refs = missing[first : first + size]
             made = self._parts.engine.prefill(
-                collection.prefix, refs, collection.kv, block_size=collection.row.block_size
+                collection.prefix,
+                refs,
+                collection.kv,
+                block_size=collection.row.block_size,
+                on_progress=lambda done, _, before=first: tell(before + done),
             )
             collection.kv.publish(list(zip(refs, made, strict=True)))
             counts.chunks_prefilled += len(refs)
@@ -243,7 +265,8 @@ class Ingestion:
             self._finish(run, work.document.id, error)
 
     def _finish(self, run: _Run, document_id: str, error: MemKVError | None) -> None:
-        run.done += 1
+        run.finished += run.sizes[document_id]
+        run.ahead = max(0, run.ahead - run.sizes[document_id])
         if error is None:
             self._parts.store.jobs.finish_item(run.job.id, document_id, "succeeded")
         else:
@@ -253,7 +276,7 @@ class Ingestion:
 
     def _progress(self, run: _Run, stage: str) -> None:
         self._parts.store.jobs.progress(
-            run.job.id, stage=stage, done=run.done, total=run.total, unit="documents"
+            run.job.id, stage=stage, done=run.finished + run.ahead, total=run.total, unit="bytes"
         )
 
     def _stop_if_asked(self) -> None:

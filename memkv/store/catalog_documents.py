@@ -86,11 +86,12 @@ class DocumentStatements:
             if connection.execute(known).scalar() is None:
                 raise CollectionNotFound("the collection does not exist any more")
             results = [_accept(connection, tenant, collection_id, document) for document in checked]
-            work = list(dict.fromkeys(row.id for row, _, needs_work in results if needs_work))
+            work = {row.id: row.text_bytes for row, _, needs_work in results if needs_work}
             job = None
             if work:
+                total = sum(work.values())
                 job = insert_job(
-                    transaction, tenant, collection_id, kind, work, total=len(work), unit="documents"
+                    transaction, tenant, collection_id, kind, list(work), total=total, unit="bytes"
                 )
             accepted = []
             for row, outcome, _ in results:
@@ -189,12 +190,14 @@ class DocumentStatements:
 
     def queue_documents(self, documents: Sequence[DocumentRow], *, kind: str = "ingest") -> None:
         """One job per collection for documents that lost theirs."""
-        by_collection: dict[tuple[str, str], list[str]] = {}
+        by_collection: dict[tuple[str, str], dict[str, int]] = {}
         for document in documents:
-            by_collection.setdefault((document.tenant, document.collection_id), []).append(document.id)
+            work = by_collection.setdefault((document.tenant, document.collection_id), {})
+            work[document.id] = document.text_bytes
         with self._database.write() as transaction:
-            for (tenant, collection_id), ids in by_collection.items():
-                insert_job(transaction, tenant, collection_id, kind, ids, total=len(ids), unit="documents")
+            for (tenant, collection_id), work in by_collection.items():
+                total = sum(work.values())
+                insert_job(transaction, tenant, collection_id, kind, list(work), total=total, unit="bytes")
 
 
 @dataclass(frozen=True, slots=True)

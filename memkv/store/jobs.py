@@ -33,7 +33,7 @@ from memkv.store.database import Database
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
 from memkv.store.rows import JobItem, JobRow, JobStatus, Page, PageRequest, Problem
-from memkv.store.tables import Job, JobDocument, Moment
+from memkv.store.tables import Document, Job, JobDocument, Moment
 
 _FLUSH_SECONDS = 1.0
 
@@ -109,8 +109,14 @@ class Jobs:
     def items(self, tenant: str, job_id: str) -> tuple[JobItem, ...]:
         with self._database.read() as connection:
             rows = connection.execute(
-                select(JobDocument.document_id, JobDocument.status, JobDocument.error)
+                select(
+                    JobDocument.document_id,
+                    JobDocument.status,
+                    JobDocument.error,
+                    func.coalesce(Document.text_bytes, 0),
+                )
                 .join(Job, Job.id == JobDocument.job_id)
+                .outerjoin(Document, Document.id == JobDocument.document_id)
                 .where(Job.tenant == tenant, Job.id == job_id)
                 .order_by(JobDocument.ordinal)
             ).all()

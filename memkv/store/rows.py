@@ -279,3 +279,4 @@ class JobItem:
     document_id: str
     status: Literal["queued", "succeeded", "failed"]
     error: Problem | None
+    text_bytes: int  # of the document's text; 0 where it is deleted

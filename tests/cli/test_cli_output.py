@@ -5,8 +5,21 @@ from __future__ import annotations
 import pytest
 
 from memkv.cli.output import counted
+from memkv.cli.progress import progress_text
 from memkv.cli.query import usage_line
-from memkv.wire import QueryResponse, ReuseReport, Timings, Usage
+from memkv.wire import JobProgress, QueryResponse, ReuseReport, Timings, Usage
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (JobProgress(done=1_500, total=12_000, unit="bytes"), "1.5 kB of 12.0 kB"),
+        (JobProgress(done=1, total=3, unit="documents"), "1 of 3 documents"),
+        (JobProgress(), "0 of 0"),
+    ],
+)
+def test_progress_is_told_in_its_unit(progress: JobProgress, text: str) -> None:
+    assert progress_text(progress) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 chunks"), (1, "1 chunk"), (2, "2 chunks")])

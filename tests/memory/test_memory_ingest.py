@@ -21,6 +21,7 @@ from memkv.errors import (
     UnsupportedMediaTypeError,
 )
 from memkv.memory import Memory
+from memkv.store.jobs import Jobs
 from memkv.wire import (
     Accepted,
     CollectionCreate,
@@ -66,6 +67,29 @@ def test_an_unchanged_document_costs_no_prefill(open_memory) -> None:
     other = ingest(memory, text, external_id="copy")
     assert other.documents[0].outcome == "created"
     assert counts(other).chunks_prefilled == 0, "the same chunks of the same tenant share their KV"
+
+
+def test_progress_moves_with_the_chunks_of_one_large_document(open_memory, monkeypatch) -> None:
+    memory = open_memory(ingest__batch_chunks=4)
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    told = []
+    report = Jobs.progress
+
+    def progress(jobs: Jobs, job_id: str, **values) -> None:
+        told.append(values)
+        report(jobs, job_id, **values)
+
+    monkeypatch.setattr(Jobs, "progress", progress)
+    text = "\n\n".join(paragraphs(20))
+    job = ingest(memory, text).job
+    assert job is not None
+    assert job.counts.chunks_prefilled >= 12, "several batches"
+    assert {(values["total"], values["unit"]) for values in told} == {(len(text), "bytes")}
+    done = [values["done"] for values in told]
+    assert done == sorted(done)
+    prefilling = {values["done"] for values in told if values["stage"] == "prefilling"}
+    assert len(prefilling) > job.counts.chunks_prefilled, "it stood still while chunks were prefilled"
+    assert (job.progress.done, job.progress.total, job.progress.unit) == (len(text), len(text), "bytes")
 
 
 def test_editing_one_paragraph_of_a_hundred_chunks_prefills_at_most_three(open_memory) -> None:
