@@ -7,6 +7,7 @@ from pathlib import Path
 import rich_click as click
 
 from memkv.cli.output import Output, output_options
+from memkv.cli.settings import require_possible
 
 _SECRET = ("database_url",)
 
@@ -26,7 +27,8 @@ def show(origin: bool, file: Path | None, out: Output) -> None:
     """Every setting and its value."""
     from memkv.config import load_config
 
-    rows = [(key, _shown(key, value), source) for key, value, source in load_config(file=file).items()]
+    config = require_possible(load_config(file=file))
+    rows = [(key, _shown(key, value), source) for key, value, source in config.items()]
     if origin:
         value = [{"key": key, "value": shown, "origin": source} for key, shown, source in rows]
         out.rows(

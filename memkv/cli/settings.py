@@ -1,9 +1,15 @@
-"""What each configuration key means, and the configuration file that `memkv init` writes."""
+"""What each configuration key means, what is possible, and the file that `memkv init` writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from memkv.errors import BadRequestError, ConfigError
+
+if TYPE_CHECKING:
+    from memkv.config import Config
 
 MEANING = {
     "server.host": "address to listen on",
@@ -39,6 +45,25 @@ MEANING = {
     "log.level": "debug, info, warning or error",
     "log.format": "auto, console or json",
 }
+
+
+def require_possible(config: Config) -> Config:
+    """The same configuration, if the engine knows what it names.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    from memkv.engine.reuse import parse_policy
+
+    try:
+        if config.query.policy != "auto":
+            parse_policy(config.query.policy)
+    except BadRequestError as error:
+        raise ConfigError(
+            f"query.policy = {config.query.policy!r} ({config.origin('query.policy')}) is not possible",
+            hint=f"auto, {error.hint}",
+        ) from error
+    return config
 
 
 def variable_of(key: str) -> str:

@@ -15,6 +15,7 @@ import rich_click as click
 from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output
 from memkv.cli.progress import steps
+from memkv.cli.settings import require_possible
 
 if TYPE_CHECKING:
     from memkv.config import Config
@@ -40,7 +41,7 @@ class Target:
         from memkv.config import load_config
 
         extra = {key.replace("__", "."): value for key, value in more.items()}
-        return load_config({**self.flags, **extra}, file=self.file)
+        return require_possible(load_config({**self.flags, **extra}, file=self.file))
 
     @contextmanager
     def open(self, out: Output) -> Iterator[MemKV]:

@@ -73,6 +73,22 @@ def test_unknown_config_key(run: Run) -> None:
     told(result, 2, error="query.topk", hint="query.top_k")
 
 
+@pytest.mark.parametrize(
+    "command", [("config", "show"), ("query", "When?", "-c", "books"), ("doctor",), ("serve", "--port", "0")]
+)
+def test_a_policy_that_does_not_exist(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MEMKV_QUERY__POLICY", "zz")
+    told(run(*command), 2, error="query.policy = 'zz' (MEMKV_QUERY__POLICY)", hint="auto, exact")
+
+
+def test_every_policy_can_be_configured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy in ("auto", "exact", "map", "head:2"):
+        monkeypatch.setenv("MEMKV_QUERY__POLICY", policy)
+        assert "query.policy" in run("config", "show").stdout
+
+
 def test_store_locked_by_another_process(run: Run, models: list[str]) -> None:
     run("db", "upgrade", "--data-dir", "data")
     code = (
