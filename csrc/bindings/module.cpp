@@ -10,6 +10,7 @@
 #include "cpu/read_probe.h"
 #include "cpu/thread_pool.h"
 #include "cpu/write_kv.h"
+#include "cuda/launch.h"
 
 namespace nb = nanobind;
 using namespace memkv;
@@ -59,8 +60,243 @@ StepPlan make_plan(uintptr_t query_start,
           num_entries};
 }
 
+WorkShape make_shape(int tile_rows,
+                     int stage_tokens,
+                     int group,
+                     int num_kv_heads,
+                     int window,
+                     int least_rows,
+                     int most_rows,
+                     int max_ranges,
+                     int least_range,
+                     int fixed_range) {
+  return {tile_rows,
+          stage_tokens,
+          group,
+          num_kv_heads,
+          window,
+          least_rows,
+          most_rows,
+          max_ranges,
+          least_range,
+          fixed_range};
+}
+
 HeadRows make_rows(uintptr_t data, int64_t token_stride, int64_t head_stride, int dtype) {
   return {pointer<void>(data), token_stride, head_stride, DType(dtype)};
+}
+
+// What a kernel is called with, on a CPU and on a GPU.
+Attention make_attention(const PagedCache& cache,
+                         const StepPlan& plan,
+                         const HeadRows& q,
+                         const HeadRows& out,
+                         int num_heads,
+                         uintptr_t turns,
+                         int rotary_dim,
+                         bool interleaved,
+                         float scale,
+                         float softcap,
+                         int window,
+                         uintptr_t lse,
+                         uintptr_t block_mass) {
+  return {cache,
+          plan,
+          q,
+          out,
+          num_heads,
+          pointer<float>(turns),
+          rotary_dim,
+          interleaved,
+          scale,
+          softcap,
+          window,
+          pointer<float>(lse),
+          pointer<float>(block_mass)};
+}
+
+void add_cuda(nb::module_& m) {
+  using nb::arg;
+  using release = nb::call_guard<nb::gil_scoped_release>;
+
+  nb::class_<WorkShape>(m, "WorkShape");
+  nb::class_<cuda::Work>(m, "Work");
+  nb::class_<cuda::LoopShape>(m, "LoopShape")
+      .def_ro("tile_rows", &cuda::LoopShape::tile_rows)
+      .def_ro("stage_tokens", &cuda::LoopShape::stage_tokens)
+      .def_ro("warps", &cuda::LoopShape::warps)
+      .def_ro("stages", &cuda::LoopShape::stages)
+      .def_ro("workers", &cuda::LoopShape::workers);
+  nb::class_<Attention>(m, "Attention");
+  m.def("cuda_attention",
+        &make_attention,
+        arg("cache"),
+        arg("plan"),
+        arg("q"),
+        arg("out"),
+        arg("num_heads"),
+        arg("turns"),
+        arg("rotary_dim"),
+        arg("interleaved"),
+        arg("scale"),
+        arg("softcap"),
+        arg("window"),
+        arg("lse"),
+        arg("block_mass"));
+  m.def("cuda_built", &cuda::built);
+  m.def(
+      "cuda_loop_shape",
+      [](int loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages) {
+        return cuda::loop_shape(cuda::Loop(loop), cache, tile_rows, exact, warps, stages);
+      },
+      arg("loop"),
+      arg("cache"),
+      arg("tile_rows"),
+      arg("exact"),
+      arg("warps"),
+      arg("stages"));
+  m.def("cuda_work_shape",
+        &make_shape,
+        arg("tile_rows"),
+        arg("stage_tokens"),
+        arg("group"),
+        arg("num_kv_heads"),
+        arg("window"),
+        arg("least_rows"),
+        arg("most_rows"),
+        arg("max_ranges"),
+        arg("least_range"),
+        arg("fixed_range"));
+  m.def("cuda_work_bytes",
+        &cuda::work_bytes,
+        arg("shape"),
+        arg("num_seqs"),
+        arg("max_tiles"),
+        arg("max_runs"));
+  m.def(
+      "cuda_work",
+      [](uintptr_t memory,
+         uintptr_t partials,
+         const WorkShape& shape,
+         int64_t num_seqs,
+         int64_t max_tiles,
+         int64_t max_runs,
+         int grid,
+         int warps,
+         int stages) {
+        return cuda::work_at(pointer<void>(memory),
+                             pointer<float>(partials),
+                             shape,
+                             num_seqs,
+                             max_tiles,
+                             max_runs,
+                             grid,
+                             warps,
+                             stages);
+      },
+      arg("memory"),
+      arg("partials"),
+      arg("shape"),
+      arg("num_seqs"),
+      arg("max_tiles"),
+      arg("max_runs"),
+      arg("grid"),
+      arg("warps"),
+      arg("stages"));
+  m.def("cuda_plan_work", &cuda::plan_work, arg("plan"), arg("work"), arg("stream"), release());
+  m.def(
+      "cuda_turn_rows",
+      [](uintptr_t segments,
+         int64_t num_segments,
+         uintptr_t inv_freq,
+         int num_pairs,
+         uintptr_t turns,
+         cuda::Stream stream) {
+        cuda::turn_rows(pointer<Segment>(segments),
+                        num_segments,
+                        pointer<double>(inv_freq),
+                        num_pairs,
+                        pointer<float>(turns),
+                        stream);
+      },
+      arg("segments"),
+      arg("num_segments"),
+      arg("inv_freq"),
+      arg("num_pairs"),
+      arg("turns"),
+      arg("stream"),
+      release());
+  m.def(
+      "cuda_write_kv",
+      [](const PagedCache& cache,
+         const HeadRows& k,
+         const HeadRows& v,
+         uintptr_t slots,
+         int64_t num_tokens,
+         cuda::Stream stream) {
+        cuda::write_kv(cache, k, v, pointer<int64_t>(slots), num_tokens, stream);
+      },
+      arg("cache"),
+      arg("k"),
+      arg("v"),
+      arg("slots"),
+      arg("num_tokens"),
+      arg("stream"),
+      release());
+  m.def(
+      "cuda_attend",
+      [](const Attention& call,
+         const cuda::Work& work,
+         int loop,
+         bool exact,
+         cuda::Stream stream) { cuda::attend(call, work, cuda::Loop(loop), exact, stream); },
+      arg("call"),
+      arg("work"),
+      arg("loop"),
+      arg("exact"),
+      arg("stream"),
+      release());
+  m.def("cuda_add_block_mass",
+        &cuda::add_block_mass,
+        arg("call"),
+        arg("work"),
+        arg("stream"),
+        release());
+  m.def(
+      "cuda_read_memory",
+      [](uintptr_t data, int64_t bytes, uintptr_t sink, cuda::Stream stream) {
+        cuda::read_memory(pointer<void>(data), bytes, pointer<uint32_t>(sink), stream);
+      },
+      arg("data"),
+      arg("bytes"),
+      arg("sink"),
+      arg("stream"),
+      release());
+  m.def(
+      "cuda_copy_blocks",
+      [](uintptr_t source,
+         uintptr_t source_ids,
+         uintptr_t target,
+         uintptr_t target_ids,
+         int64_t num_blocks,
+         int64_t bytes_per_block,
+         cuda::Stream stream) {
+        cuda::copy_blocks(pointer<void>(source),
+                          pointer<int64_t>(source_ids),
+                          pointer<void>(target),
+                          pointer<int64_t>(target_ids),
+                          num_blocks,
+                          bytes_per_block,
+                          stream);
+      },
+      arg("source"),
+      arg("source_ids"),
+      arg("target"),
+      arg("target_ids"),
+      arg("num_blocks"),
+      arg("bytes_per_block"),
+      arg("stream"),
+      release());
 }
 
 }  // namespace
@@ -125,19 +361,19 @@ NB_MODULE(_kernels, m) {
          int window,
          uintptr_t lse,
          uintptr_t block_mass) {
-        paged_attention({cache,
-                         plan,
-                         q,
-                         out,
-                         num_heads,
-                         pointer<float>(turns),
-                         rotary_dim,
-                         interleaved,
-                         scale,
-                         softcap,
-                         window,
-                         pointer<float>(lse),
-                         pointer<float>(block_mass)});
+        paged_attention(make_attention(cache,
+                                       plan,
+                                       q,
+                                       out,
+                                       num_heads,
+                                       turns,
+                                       rotary_dim,
+                                       interleaved,
+                                       scale,
+                                       softcap,
+                                       window,
+                                       lse,
+                                       block_mass));
       },
       arg("cache"),
       arg("plan"),
@@ -174,4 +410,6 @@ NB_MODULE(_kernels, m) {
     for (const AttentionKernels* set : runnable_kernels()) names.push_back(set->name);
     return names;
   });
+
+  add_cuda(m);
 }

@@ -13,7 +13,9 @@ except ImportError as error:
     _kernels = None  # type: ignore[assignment]
     _why = str(error)
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/include/memkv/attention_args.h: DType
+# csrc/include/memkv/attention_args.h: DType
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def require_extension() -> None:
@@ -42,5 +44,5 @@ def cache_of(k_cache: Tensor, v_cache: Tensor) -> _kernels.PagedCache:
 
 
 def rows_of(tensor: Tensor) -> _kernels.HeadRows:
-    """[num_tokens, heads, head_dim], float32 or bfloat16, its last dimension contiguous."""
+    """[num_tokens, heads, head_dim], of one of DTYPES, its last dimension contiguous."""
     return _kernels.head_rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), DTYPES[tensor.dtype])

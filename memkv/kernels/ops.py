@@ -1,10 +1,11 @@
-"""The kernels' typed face: shapes are checked here, pointers go to C++; other devices take the reference.
+"""The kernels' typed face: shapes are checked here, pointers go to C++; the rest takes the reference.
 
     k_cache  [num_blocks, kv_heads, head_dim / x, block_size, x]      x = 16 bytes / element
     v_cache  [num_blocks, kv_heads, head_dim, block_size]
 
 Both are views of one layer of the block pool: only the stride between blocks is free. On a CPU they are
-float32 or bfloat16; block size 8, 16 or 32; head_dim a multiple of 8 up to 512.
+float32 or bfloat16; block size 8, 16 or 32; head_dim a multiple of 8 up to 512. On an NVIDIA GPU the CUDA
+kernels serve bfloat16 and float16, and head_dim 64, 80, 96, 128 and 256.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from memkv.errors import KernelArgumentError
-from memkv.kernels import reference
-from memkv.kernels.native import DTYPES, _kernels, cache_of, require_extension, rows_of
+from memkv.kernels import cuda, reference
+from memkv.kernels.native import CPU_DTYPES, DTYPES, _kernels, cache_of, require_extension, rows_of
 from memkv.kernels.plan import AttentionPlan, AttentionResult, Rotation
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "AttentionResult",
     "Rotation",
     "calibrate_threads",
+    "copy_blocks",
     "isa",
     "measure_read_bandwidth",
     "num_threads",
@@ -45,7 +47,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     Args:
         k, v: [num_tokens, kv_heads, head_dim], any float dtype.
         k_cache, v_cache: see the module's docstring.
-        slots: int64 [num_tokens], block * block_size + offset; no slot twice.
+        slots: int64 [num_tokens], block * block_size + offset; no slot twice. The CUDA kernel, which cannot
+            report them, leaves out rows whose slot is outside the pool: -1 is the slot of a padded row.
 
     Raises:
         KernelArgumentError: shapes or dtypes do not fit, or a slot is outside the pool; nothing was written.
@@ -66,13 +69,18 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         raise KernelArgumentError(
             f"k is on {k.device}, slots on {slots.device}, the cache on {k_cache.device}"
         )
-    if k_cache.device.type != "cpu":
+    on_cpu = k_cache.device.type == "cpu"
+    if not on_cpu and not cuda.serves_cache(k_cache):
         reference.write_kv(k, v, k_cache, v_cache, slots)
         return
-    require_extension()
+    if on_cpu:
+        require_extension()
     k, v = _rows(k), _rows(v)
     if k.dtype != v.dtype:
         k, v = k.float(), v.float()
+    if not on_cpu:
+        cuda.write_kv(k, v, k_cache, v_cache, slots)
+        return
     cache = cache_of(k_cache, v_cache)
     try:
         _kernels.write_kv(cache, rows_of(k), rows_of(v), slots.data_ptr(), slots.numel())
@@ -95,10 +103,12 @@ def paged_attention(
 ) -> AttentionResult:
     """Attention of each query row over its sequence's segments, as if keys stood where they are mapped.
 
-    A sequence's result depends on neither the batch nor the number of threads, to the bit.
+    On a CPU a sequence's result depends on neither the batch nor the number of threads, to the bit. On a GPU
+    it repeats to the bit, but how a sequence's keys are cut into ranges follows the batch.
 
     Args:
-        q: [num_tokens, num_heads, head_dim], float32 or bfloat16, rotated to its position by the model.
+        q: [num_tokens, num_heads, head_dim], rotated to its position by the model; float32 or bfloat16, on a
+            GPU float16 too.
         k_cache, v_cache: see the module's docstring.
         plan: checked against this pool on its first use.
         rotation: the layer's RoPE; None for a layer without.
@@ -115,6 +125,19 @@ def paged_attention(
     if window < 0 or not softcap >= 0.0 or not math.isfinite(scale):
         raise KernelArgumentError(
             f"scale {scale}, window {window}, softcap {softcap}: not finite or negative"
+        )
+    if cuda.serves(q, k_cache):
+        return cuda.paged_attention(
+            q if q.stride(-1) == 1 else q.contiguous(),
+            k_cache,
+            v_cache,
+            plan,
+            rotation=rotation,
+            scale=scale,
+            window=min(window, _NO_WINDOW),
+            softcap=softcap,
+            lse=lse,
+            block_mass=block_mass,
         )
     if q.device.type != "cpu":
         return reference.paged_attention(
@@ -138,16 +161,7 @@ def paged_attention(
     turns = None if rotation is None else plan.turns(rotation)
     _kernels.paged_attention(
         cache_of(k_cache, v_cache),
-        _kernels.step_plan(
-            plan.query_start.data_ptr(),
-            plan.query_position.data_ptr(),
-            plan.segment_start.data_ptr(),
-            plan.segments.data_ptr(),
-            plan.block_ids.data_ptr(),
-            plan.num_seqs,
-            plan.num_tokens,
-            plan.num_entries,
-        ),
+        cuda.step_plan(plan),
         rows_of(q),
         rows_of(out),
         num_heads,
@@ -161,6 +175,48 @@ def paged_attention(
         0 if mass is None else mass.data_ptr(),
     )
     return AttentionResult(out, all_lse, mass)
+
+
+def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
+    """target[target_ids] = source[source_ids], whole blocks; None for ids that count up from 0.
+
+    Gathers blocks of a pool into a staging buffer, scatters them back, or moves them inside a pool where the
+    two sets of ids have no block in common.
+
+    Args:
+        source, target: [num_blocks, bytes_per_block] uint8, contiguous; on a GPU, source may be pinned host
+            memory.
+        source_ids, target_ids: int64 [count], on target's device.
+    """
+    for storage in (source, target):
+        if storage.dtype != torch.uint8 or storage.dim() != 2 or not storage.is_contiguous():
+            raise KernelArgumentError(
+                f"blocks are {storage.dtype} {list(storage.shape)}, not contiguous uint8 [num_blocks, bytes]"
+            )
+    if source.shape[1] != target.shape[1] or source.shape[1] % 16:
+        raise KernelArgumentError(
+            f"blocks of {source.shape[1]} and of {target.shape[1]} bytes are not equal multiples of 16"
+        )
+    counts = [
+        storage.shape[0] if ids is None else ids.numel()
+        for storage, ids in ((source, source_ids), (target, target_ids))
+    ]
+    whole = [counts[i] for i, ids in enumerate((source_ids, target_ids)) if ids is not None] or [min(counts)]
+    if min(counts) < max(whole) or len(set(whole)) > 1:
+        raise KernelArgumentError(f"{counts[0]} blocks cannot go to {counts[1]} places")
+    for ids in (source_ids, target_ids):
+        if ids is not None and (ids.dtype != torch.int64 or ids.dim() != 1 or ids.device != target.device):
+            raise KernelArgumentError(
+                f"ids are {ids.dtype} {list(ids.shape)} on {ids.device}, not int64 [count]"
+            )
+    if target.device.type == "cuda" and cuda.built() and (source.is_cuda or source.is_pinned()):
+        cuda.copy_blocks(source[: counts[0]], source_ids, target, target_ids)
+        return
+    rows = source[: whole[0]] if source_ids is None else source[source_ids.to(source.device)]
+    if target_ids is None:
+        target[: rows.shape[0]] = rows.to(target.device)
+    else:
+        target[target_ids] = rows.to(target.device)
 
 
 def num_threads() -> int:
@@ -271,7 +327,7 @@ def _cache_shape(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int]:
     if k_cache.stride()[1:] != (slab, block_size * x, x, 1) or v_cache.stride()[1:] != (slab, block_size, 1):
         raise KernelArgumentError("k_cache and v_cache must be contiguous within a block")
     if k_cache.device.type == "cpu":
-        if k_cache.dtype not in DTYPES:
+        if k_cache.dtype not in CPU_DTYPES:
             raise KernelArgumentError(f"the cache is {k_cache.dtype}: on a CPU, float32 or bfloat16")
         if block_size not in (8, 16, 32) or head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
             raise KernelArgumentError(
@@ -294,7 +350,7 @@ def _check_attention(
         raise KernelArgumentError(
             f"q is on {q.device}, the cache on {k_cache.device}, the plan on {plan.device}"
         )
-    if q.device.type == "cpu" and q.dtype not in DTYPES:
+    if q.device.type == "cpu" and q.dtype not in CPU_DTYPES:
         raise KernelArgumentError(f"q is {q.dtype}: on a CPU, float32 or bfloat16")
     if rotation is not None and rotation.rotary_dim > head_dim:
         raise KernelArgumentError(f"the rotation turns {rotation.rotary_dim} dimensions of {head_dim}")
@@ -302,8 +358,8 @@ def _check_attention(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """float32 or bfloat16 with a contiguous last dimension; copied only where it is not."""
-    if tensor.dtype not in DTYPES:
+    """A dtype that kernels read, with a contiguous last dimension; copied only where it is not."""
+    if tensor.dtype not in (CPU_DTYPES if tensor.device.type == "cpu" else DTYPES):
         tensor = tensor.float()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

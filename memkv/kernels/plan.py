@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -89,7 +89,10 @@ class AttentionPlan:
     segment_start: Tensor
     segments: Tensor
     block_ids: Tensor
+    derived: dict[object, Any] = field(default_factory=dict, init=False, repr=False)  # a device's own
+    _host: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _stale_turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
     _fits: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)  # blocks, their size
 
     def __post_init__(self) -> None:
@@ -133,16 +136,16 @@ class AttentionPlan:
         query_start = np.cumsum([0, *(len(positions) for positions in query_positions)])
         flat_positions = [position for positions in query_positions for position in positions]
 
-        def on_device(values: Sequence[object] | np.ndarray, *shape: int) -> Tensor:
-            return torch.from_numpy(np.array(values, dtype=np.int32).reshape(*shape)).to(device)
-
-        return cls(
-            query_start=on_device(query_start, -1),
-            query_position=on_device(flat_positions, -1),
-            segment_start=on_device(segment_start, -1),
-            segments=on_device(segments, -1, 4),
-            block_ids=on_device(entries, -1),
-        )
+        host = {
+            "query_start": np.array(query_start, dtype=np.int32),
+            "query_position": np.array(flat_positions, dtype=np.int32),
+            "segment_start": np.array(segment_start, dtype=np.int32),
+            "segments": np.array(segments, dtype=np.int32).reshape(-1, 4),
+            "block_ids": np.array(entries, dtype=np.int32),
+        }
+        plan = cls(**{name: torch.from_numpy(values).to(device) for name, values in host.items()})
+        plan._host.update(host)  # so that nothing has to come back from a GPU to be checked
+        return plan
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +175,9 @@ class AttentionPlan:
         """
         if (num_blocks, block_size) in self._fits:
             return
-        _check_starts("query_start", self.query_start, self.num_tokens)
-        _check_starts("segment_start", self.segment_start, self.num_segments)
-        segments = self.segments.cpu().numpy().astype(np.int64)
+        _check_starts("query_start", self._on_host("query_start"), self.num_tokens)
+        _check_starts("segment_start", self._on_host("segment_start"), self.num_segments)
+        segments = self._on_host("segments").astype(np.int64)
         first, num_tokens, position, stored_position = segments.T
         needed = -(-num_tokens // block_size)
         for name, wrong in {
@@ -192,7 +195,7 @@ class AttentionPlan:
         np.add.at(uses, first[needed > 0], 1)
         np.add.at(uses, (first + needed)[needed > 0], -1)
         uses = uses[:-1].cumsum()
-        ids = self.block_ids.cpu().numpy()
+        ids = self._on_host("block_ids")
         for name, wrong in {
             "belongs to two segments": uses > 1,
             f"names a block outside the pool of {num_blocks}": (uses > 0) & ((ids < 0) | (ids >= num_blocks)),
@@ -207,16 +210,48 @@ class AttentionPlan:
 
         Angles are float64, so that an offset of 131,071 keeps float32's digits. Kept for the plan's life.
         """
-        found = self._turns.get(rotation)
+        found = self.kept_turns(rotation)
         if found is None:
             offset = (self.segments[:, 3] - self.segments[:, 2]).double()
             angle = offset[:, None] * rotation.inv_freq.to(self.device)
             found = torch.stack((angle.cos(), angle.sin()), dim=1).float().contiguous()
-            self._turns[rotation] = found
+            self.keep_turns(rotation, found)
         return found
 
+    def refresh(self) -> None:
+        """Says that the tensors' contents were changed in place, query_start excepted.
 
-def _check_starts(name: str, starts: Tensor, end: int) -> None:
-    values = starts.cpu().numpy()
+        What was derived from them is derived again at its next use, into the same memory: inside a captured
+        CUDA graph this puts the planning into the graph. The new contents are trusted, not validated.
+        """
+        self._stale_turns.update(self._turns)
+        self._turns.clear()
+        for works in self.derived.values():
+            for work in works if isinstance(works, list) else [works]:
+                work.planned = False
+
+    def query_counts(self) -> list[int]:
+        """Query rows of each sequence."""
+        counts: list[int] = np.diff(self._on_host("query_start")).tolist()
+        return counts
+
+    def kept_turns(self, rotation: Rotation) -> Tensor | None:
+        return self._turns.get(rotation)
+
+    def turns_memory(self, rotation: Rotation) -> Tensor | None:
+        """Where turns that are no longer true were kept."""
+        return self._stale_turns.get(rotation)
+
+    def keep_turns(self, rotation: Rotation, turns: Tensor) -> None:
+        self._turns[rotation] = turns
+
+    def _on_host(self, name: str) -> np.ndarray:
+        if name not in self._host:
+            tensor: Tensor = getattr(self, name)
+            self._host[name] = tensor.cpu().numpy()
+        return self._host[name]
+
+
+def _check_starts(name: str, values: np.ndarray, end: int) -> None:
     if values[0] != 0 or values[-1] != end or (np.diff(values) < 0).any():
         raise KernelArgumentError(f"plan.{name} does not rise from 0 to {end}: {values.tolist()[:8]}")

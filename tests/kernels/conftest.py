@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_problem import Attend, Problem
+from paged_problem import NO_CUDA, Attend, Problem, on_cuda, to_cpu
 
-from memkv.kernels import AttentionResult, ops, reference
+from memkv.kernels import AttentionResult, cuda, ops, reference
 
-IMPLEMENTATIONS = ["reference", *ops.runnable_isas()]
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)])
+COMPILED = [*ops.runnable_isas(), CUDA]
+IMPLEMENTATIONS = ["reference", *COMPILED]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -24,30 +26,30 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def attend(request: pytest.FixtureRequest) -> Iterator[Attend]:
-    """attend(problem, **options): the problem's attention by one implementation; `.name` says which."""
-    compiled = request.param != "reference"
-    before = ops.isa()
-    if compiled:
-        ops.set_isa(request.param)
-    run = ops.paged_attention if compiled else reference.paged_attention
-
-    def attend(problem: Problem, **options: object) -> AttentionResult:
-        arguments = {**problem.arguments, **options}
-        return run(problem.q, problem.k_cache, problem.v_cache, problem.plan, **arguments)
-
-    yield attend
-    ops.set_isa(before)
+    """attend(problem, **options): the problem's attention by one implementation."""
+    yield from _attend(request.param)
 
 
-@pytest.fixture(params=ops.runnable_isas())
+@pytest.fixture(params=COMPILED)
 def attend_compiled(request: pytest.FixtureRequest) -> Iterator[Attend]:
     """The same of the compiled implementations only."""
+    yield from _attend(request.param)
+
+
+def _attend(implementation: str) -> Iterator[Attend]:
     before = ops.isa()
-    ops.set_isa(request.param)
+    if implementation not in ("reference", "cuda"):
+        ops.set_isa(implementation)
+    run = reference.paged_attention if implementation == "reference" else ops.paged_attention
 
     def attend(problem: Problem, **options: object) -> AttentionResult:
+        if implementation == "cuda":
+            problem = on_cuda(problem)
+            if not cuda.serves(problem.q, problem.k_cache):
+                pytest.skip("the reference serves it on a GPU")
         arguments = {**problem.arguments, **options}
-        return ops.paged_attention(problem.q, problem.k_cache, problem.v_cache, problem.plan, **arguments)
+        result = run(problem.q, problem.k_cache, problem.v_cache, problem.plan, **arguments)
+        return to_cpu(result) if implementation == "cuda" else result
 
     yield attend
     ops.set_isa(before)

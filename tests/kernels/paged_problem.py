@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memkv.kernels import AttentionPlan, AttentionResult, Rotation
+from memkv.kernels import AttentionPlan, AttentionResult, Rotation, cuda
 
 Attend = Callable[..., AttentionResult]  # the fixtures of conftest.py
 
+NO_CUDA = "" if torch.cuda.is_available() and cuda.built() else "no CUDA device, or built without CUDA"
 GARBAGE_ID = 2_147_480_000
 LAYERS, LAYER = 2, 1  # the pool holds two layers, of which the second is used: blocks are not adjacent
 
@@ -141,6 +142,33 @@ def fill(k_cache: Tensor, v_cache: Tensor, blocks: Sequence[int], keys: Tensor, 
         block, slot = blocks[token // block_size], token % block_size
         k_cache[block, :, :, slot, :] = keys[token].view(k_cache.shape[1], k_cache.shape[2], k_cache.shape[4])
         v_cache[block, :, :, slot] = values[token]
+
+
+def on_cuda(problem: Problem) -> Problem:
+    """The same on a GPU, the pool's strides kept."""
+
+    def moved(cache: Tensor) -> Tensor:
+        pool = cache._base
+        assert pool is not None, "bug: caches are views of a pool"
+        return pool.cuda().as_strided(cache.shape, cache.stride(), cache.storage_offset())
+
+    plan = problem.plan
+    names = ("query_start", "query_position", "segment_start", "segments", "block_ids")
+    rotation = problem.rotation
+    return replace(
+        problem,
+        q=problem.q.cuda(),
+        k_cache=moved(problem.k_cache),
+        v_cache=moved(problem.v_cache),
+        plan=AttentionPlan(**{name: getattr(plan, name).cuda() for name in names}),
+        rotation=None if rotation is None else Rotation(rotation.inv_freq.cuda(), rotation.interleaved),
+    )
+
+
+def to_cpu(result: AttentionResult) -> AttentionResult:
+    return AttentionResult(
+        *(None if x is None else x.cpu() for x in (result.out, result.lse, result.block_mass))  # type: ignore[arg-type]
+    )
 
 
 def oracle(problem: Problem) -> Answer:

@@ -8,7 +8,7 @@
 
 namespace memkv {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1 };
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // the last on GPUs only
 
 // One layer of the block pool.
 struct PagedCache {

@@ -27,4 +27,16 @@ MEMKV_HD void rotate_pair(Real& a, Real& b, Real cos, Real sin) {
   a = turned;
 }
 
+// Element d of a row whose pairs are turned by the angles of cos and sin.
+template <typename Real>
+MEMKV_HD Real turned_element(
+    const Real* row, const Real* cos, const Real* sin, const RotaryPairs& pairs, int d) {
+  if (d >= pairs.rotary_dim) return row[d];
+  const bool second = pairs.interleaved ? d % 2 != 0 : d >= pairs.count();
+  const int pair = pairs.interleaved ? d / 2 : second ? d - pairs.count() : d;
+  Real a = row[pairs.first(pair)], b = row[pairs.second(pair)];
+  rotate_pair(a, b, cos[pair], sin[pair]);
+  return second ? b : a;
+}
+
 }  // namespace memkv

@@ -1,0 +1,207 @@
+// The softmax mass that each block receives, once the log-sum-exp of every row is known: the first
+// product again, no values.
+//
+//     mass(head, block) = sum over the sequence's query tokens, and tokens of the block, of
+//                         exp(score - lse)
+//
+// A tile is all rows of a sequence, so that each (head, block) is summed by one warp, in one order,
+// and stored once: no atomics. Grid and ranges as in few_queries.cuh. A part of a range within one
+// segment is taken in batches of kMassStages stages; the query comes in chunks of four tiles of 8
+// tokens of one head, turned by the four warps for all of them. Keys go from memory to registers: a
+// lane loads 16 bytes of its token, the dimensions 8 * (4j + q) .., and the query lies in the same
+// order, which is all that a contraction asks for.
+#pragma once
+
+#include "few_queries.cuh"
+#include "rows.cuh"
+
+namespace memkv::cuda {
+
+inline constexpr int kMassWarps = 4;
+inline constexpr int kMassStages = 32;
+
+template <typename T, int kHeadDim>
+struct BlockMass {
+  static constexpr int kChunks = (kHeadDim + 31) / 32;     // of 32 dimensions
+  static constexpr int kQueryBytes = kChunks * 2 * 32 * 16;  // of 8 rows, two terms
+  static constexpr int kMaxGroup = 64;
+
+  struct Layout {
+    int query, positions, lse, sums, bytes;
+
+    __host__ __device__ Layout() {
+      query = 0;
+      positions = query + kMassWarps * kQueryBytes;
+      lse = positions + kMassWarps * 8 * 4;
+      sums = lse + kMassWarps * 8 * 4;
+      bytes = sums + kMassStages * kMaxGroup * 2 * 4;
+    }
+  };
+};
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kMassWarps * 32)
+    block_mass_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
+  using Loop = BlockMass<T, kHeadDim>;
+  using Numbers = Packed<T>;
+  constexpr int kChunks = Loop::kChunks;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const typename Loop::Layout at;
+  uint4* const queries = reinterpret_cast<uint4*>(shared + at.query);
+  int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
+  float* const lses = reinterpret_cast<float*>(shared + at.lse);
+  float* const sums = reinterpret_cast<float*>(shared + at.sums);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+  const WorkHeader header = *work.header;
+  const ScoreScale scaled{call.scale, call.softcap};
+  const RotaryPairs pairs{call.rotary_dim, call.interleaved};
+  const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
+  const int blocks_of_stage = stage_tokens / block_size, group = call.group();
+
+  for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
+    RangeStart start = work.ranges[range];
+    int left = min(header.range_length, header.length - range * header.range_length);
+    while (left > 0) {
+      const QueryTile tile = work.tiles[start.tile];
+      const int taken = min(left, tile.unit_length - start.stage);
+      const int end = start.stage + taken;
+      const int32_t first_segment = call.plan.segment_start[tile.sequence];
+      const int num_segments = call.plan.segment_start[tile.sequence + 1] - first_segment;
+      const int64_t first_token = call.plan.query_start[tile.sequence];
+      const int num_tokens = call.plan.query_start[tile.sequence + 1] - int(first_token);
+      const int tiles_of_head = (num_tokens + 7) / 8;
+      const StageRun* runs = work.runs + tile.first_run;
+      StageCursor cursor(runs, num_segments, start.stage);
+
+      for (int begin = start.stage; begin < end;) {
+        cursor.enter(begin);
+        const Segment segment = call.plan.segments[first_segment + cursor.run];
+        const int batch_end = min(min(end, begin + kMassStages), runs[cursor.run + 1].stages_before);
+        const int count = batch_end - begin, in_segment = cursor.stage_of_segment(begin);
+        const float* turn = turn_of(call, segment, first_segment + cursor.run);
+        for (int i = threadIdx.x; i < count * group * 2; i += kMassWarps * 32) sums[i] = 0.0f;
+
+        for (int chunk = 0; chunk < group * tiles_of_head; chunk += kMassWarps) {
+          __syncthreads();
+          // This warp turns 8 rows: tokens of one head.
+          if (chunk + warp < group * tiles_of_head) {
+            const int head = (chunk + warp) / tiles_of_head;
+            const int token = (chunk + warp) % tiles_of_head * 8 + g;
+            const int64_t row = first_token + min(token, num_tokens - 1);
+            const int64_t offset = call.q.offset(row, start.kv_head * group + head);
+            const auto load = [&](int d) { return load_two(call.q, offset + d); };
+            for (int j = 0; j < kChunks; ++j) {
+              const int d = 8 * (4 * j + q);
+              for (int m = 0; m < 2; ++m) {
+                uint32_t b0[2] = {}, b1[2] = {};
+                if (d < kHeadDim && token < num_tokens) {
+                  const float2 low = turned_two(load, turn, pairs, d + 4 * m);
+                  const float2 high = turned_two(load, turn, pairs, d + 4 * m + 2);
+                  split<T, 2>(low.x, low.y, b0);
+                  split<T, 2>(high.x, high.y, b1);
+                }
+                queries[((warp * kChunks + j) * 2 + m) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
+              }
+            }
+            if (q == 0) {
+              positions[warp * 8 + g] =
+                  token < num_tokens ? call.plan.query_position[row] : -1;  // sees nothing
+              lses[warp * 8 + g] =
+                  call.lse[row * call.num_heads + start.kv_head * group + head] * kLog2E;
+            }
+          }
+          __syncthreads();
+
+          const int tiles = min(kMassWarps, group * tiles_of_head - chunk);
+          for (int s = warp; s < count; s += kMassWarps) {
+            const int32_t* ids =
+                call.plan.block_ids + segment.first_entry + (in_segment + s) * blocks_of_stage;
+            for (int part = 0; part < stage_tokens; part += 16) {
+              const int token0 = (in_segment + s) * stage_tokens + part;
+              if (token0 >= segment.num_tokens) break;
+              // Keys of tokens g and g + 8.
+              uint4 k[2][kChunks];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const int token = part + g + 8 * i;
+                const bool used = token0 + g + 8 * i < segment.num_tokens;
+                const int block = used ? token / block_size : 0;
+                const char* from = static_cast<const char*>(call.cache.k) +
+                                   (__ldg(ids + block) * call.cache.k_block_stride +
+                                    int64_t{start.kv_head} * kHeadDim * block_size) *
+                                       2 +
+                                   token % block_size * 16;
+#pragma unroll
+                for (int j = 0; j < kChunks; ++j) {
+                  const int piece = 4 * j + q;
+                  k[i][j] = used && piece * 8 < kHeadDim
+                                ? __ldg(reinterpret_cast<const uint4*>(from + piece * block_size * 16))
+                                : uint4{};
+                }
+              }
+              for (int t = 0; t < tiles; ++t) {
+                float score[4] = {}, rest[4] = {};
+#pragma unroll
+                for (int j = 0; j < kChunks; ++j) {
+                  const uint4 first = queries[((t * kChunks + j) * 2 + 0) * 32 + lane];
+                  const uint4 second = queries[((t * kChunks + j) * 2 + 1) * 32 + lane];
+                  const uint32_t a0[4] = {k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y};
+                  const uint32_t a1[4] = {k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w};
+                  Numbers::multiply_add(score, a0, first.x, first.y);
+                  Numbers::multiply_add(rest, a0, first.z, first.w);
+                  Numbers::multiply_add(score, a1, second.x, second.y);
+                  Numbers::multiply_add(rest, a1, second.z, second.w);
+                }
+                float mass[2] = {0.0f, 0.0f};  // of tokens 0..7, of tokens 8..15
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  const int row = t * 8 + 2 * q + i % 2, token = token0 + g + i / 2 * 8;
+                  const TokenRange sees = visible_tokens(segment, positions[row], call.window);
+                  if (token >= sees.begin && token < sees.end) {
+                    mass[i / 2] = mass[i / 2] + exp2_of(scaled(score[i] + rest[i]) - lses[row]);
+                  }
+                }
+#pragma unroll
+                for (int across = 1; across < 32; across *= 2) {
+                  mass[0] = mass[0] + __shfl_xor_sync(kAllLanes, mass[0], across);
+                  mass[1] = mass[1] + __shfl_xor_sync(kAllLanes, mass[1], across);
+                }
+                if (lane == 0) {
+                  float* sum = sums + (s * group + (chunk + t) / tiles_of_head) * 2;
+                  sum[0] = sum[0] + mass[0];
+                  sum[1] = sum[1] + mass[1];
+                }
+              }
+            }
+          }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * group; i += kMassWarps * 32) {
+          const int s = i / group, head = i % group;
+          float* to = call.block_mass +
+                      int64_t{start.kv_head * group + head} * call.plan.num_entries +
+                      segment.first_entry + (in_segment + s) * blocks_of_stage;
+          if (blocks_of_stage == 2) {
+            to[0] = sums[2 * i];
+            if (((in_segment + s) * 2 + 1) * block_size < segment.num_tokens) to[1] = sums[2 * i + 1];
+          } else {
+            to[0] = sums[2 * i] + sums[2 * i + 1];
+          }
+        }
+        __syncthreads();
+        begin = batch_end;
+      }
+
+      left -= taken;
+      start.stage = 0;
+      if (++start.kv_head == call.cache.num_kv_heads) {
+        start.kv_head = 0;
+        do {
+          ++start.tile;
+        } while (left > 0 && work.tiles[start.tile].unit_length == 0);
+      }
+    }
+  }
+}
+
+}  // namespace memkv::cuda

@@ -1,0 +1,534 @@
+// Attention of few query rows: decode, and questions of a token or two.
+//
+//     S^T = K Q^T        16 tokens x 8 rows, over head_dim
+//     O^T = V^T P^T      head_dim x 8 rows, over 16 tokens
+//
+// Grid: as many blocks as the device holds, one range of the flat work each (work_split.h). The
+// stages of a range's part of a unit are dealt to the block's warps in runs, so that a warp turns
+// its query once for a run. Each warp has a ring of some stages of its own in shared memory, which
+// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear
+// memory, one instruction. No barrier between warps until the part is done.
+//
+//     ring of a warp     | K i | V i | K i+1 | V i+1 | K i+2 | V i+2 |      K i+3 is asked for when
+//                          ^ S^T, then weights, then ^ O^T                  K i has been read
+//
+// K as it is stored is operand A (8 tokens x 16 bytes are a core matrix); V is operand A of the
+// second product, as it is stored; P^T comes out of the accumulators through movmatrix. The sum of
+// a row's weights is one more row of V, all ones: it takes the same steps as the output, and values
+// that are all 1 give exactly 1. A query is kept as two bfloat16 terms, 16 digits, as turning it
+// makes more digits than it had; float32 queries and their weights as three.
+//
+// Bytes moved per token and kv head: 4 * head_dim. The turned query lies in shared memory, in the
+// very order in which its lane reads it.
+#pragma once
+
+#include "rows.cuh"
+
+namespace memkv::cuda {
+
+inline constexpr int kMostFewWarps = 8;
+inline constexpr int kMostFewStages = 4;
+
+// Stages of a tile, one after the other; a run is the stages of one segment.
+class StageCursor {
+ public:
+  int run;  // in the tile, as the segment in the sequence
+
+  __device__ __forceinline__ StageCursor(const StageRun* runs, int num_runs, int stage)
+      : run(0), runs_(runs), before_(0), end_(0), first_(0) {
+    const int lane = threadIdx.x % 32;
+    for (int base = 0; base < num_runs; base += 32) {
+      const int mine = base + lane;
+      const bool past = mine < num_runs && runs[mine + 1].stages_before > stage;
+      const unsigned found = __ballot_sync(kAllLanes, past);
+      if (found != 0) {
+        run = base + __ffs(found) - 1;
+        break;
+      }
+    }
+    load();
+  }
+
+  // Moves to the run that holds the stage; true if that is another one. Never goes back.
+  __device__ __forceinline__ bool enter(int stage) {
+    if (stage < end_) return false;
+    do {
+      ++run;
+      load();
+    } while (stage >= end_);
+    return true;
+  }
+
+  __device__ __forceinline__ int stage_of_segment(int stage) const {
+    return first_ + stage - before_;
+  }
+
+ private:
+  __device__ __forceinline__ void load() {
+    const StageRun at = runs_[run];
+    before_ = at.stages_before;
+    first_ = at.first_stage;
+    end_ = runs_[run + 1].stages_before;
+  }
+
+  const StageRun* runs_;
+  int before_, end_, first_;
+};
+
+template <typename T, int kHeadDim, int kTiles, int kTerms>
+struct FewQueries {
+  static constexpr int kRows = 8 * kTiles;
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
+  static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
+  // [tile][step][term pair][lane]
+  static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
+  static_assert(kHeadDim % 16 == 0);
+  static_assert(kQueryBytes >= kRows * kHeadDim * 4, "partials take the place of the query");
+
+  struct Layout {
+    int ring, query, rows, states, positions, barriers, flag, bytes;
+
+    __host__ __device__ Layout(int warps, int stages, int stage_tokens) {
+      const int slab = stage_tokens * kHeadDim * 2;
+      ring = 0;
+      query = ring + warps * stages * 2 * slab;
+      rows = query + warps * kQueryBytes;
+      states = rows + kRows * kRowFloats * 4;
+      positions = states + warps * kRows * 8;
+      barriers = positions + kRows * 4;
+      flag = barriers + warps * stages * 2 * 8;
+      bytes = flag + 16;
+    }
+  };
+};
+
+// One warp's stages in flight.
+class StageRing {
+ public:
+  __device__ __forceinline__ StageRing(const PagedCache& cache,
+                                       const int32_t* block_ids,
+                                       uint32_t data,
+                                       uint32_t barriers,
+                                       int stages,
+                                       int stage_tokens)
+      : cache_(cache),
+        block_ids_(block_ids),
+        data_(data),
+        barriers_(barriers),
+        block_bytes_(cache.head_dim * cache.block_size * 2),
+        stage_bytes_(cache.head_dim * stage_tokens * 2),
+        blocks_(stage_tokens / cache.block_size),
+        stages_(stages),
+        slot_(0),
+        parity_(0) {}
+
+  __device__ __forceinline__ uint32_t keys() const { return data_ + slot_ * 2 * stage_bytes_; }
+  __device__ __forceinline__ uint32_t values() const { return keys() + stage_bytes_; }
+
+  // Which blocks a stage has; the second is -1 where there is none.
+  struct Blocks {
+    int32_t id[2];
+  };
+  __device__ __forceinline__ Blocks blocks_of(const Segment& segment, int stage) const {
+    const int32_t first = stage * blocks_;
+    const int32_t* ids = block_ids_ + segment.first_entry + first;
+    const bool two = blocks_ == 2 && (first + 1) * cache_.block_size < segment.num_tokens;
+    return {{__ldg(ids), two ? __ldg(ids + 1) : -1}};
+  }
+
+  // Asks for the K (part 0) or V (part 1) of a stage, `ahead` slots on.
+  __device__ __forceinline__ void ask(int part, int ahead, const Blocks& blocks, int kv_head) {
+    int slot = slot_ + ahead;
+    if (slot >= stages_) slot -= stages_;
+    const uint32_t to = data_ + (2 * slot + part) * stage_bytes_;
+    const char* base = static_cast<const char*>(part == 0 ? cache_.k : cache_.v) +
+                       int64_t{kv_head} * block_bytes_;
+    const int64_t stride = (part == 0 ? cache_.k_block_stride : cache_.v_block_stride) * 2;
+    const int count = blocks.id[1] >= 0 ? 2 : 1;
+#ifdef MEMKV_BULK_COPY
+    if (threadIdx.x % 32 == 0) {
+      const uint32_t barrier = barriers_ + (2 * slot + part) * 8;
+      barrier_expect(barrier, count * block_bytes_);
+      for (int i = 0; i < count; ++i) {
+        copy_bulk(to + i * block_bytes_, base + blocks.id[i] * stride, block_bytes_, barrier);
+      }
+    }
+#else
+    for (int i = 0; i < count; ++i) {
+      const char* from = base + blocks.id[i] * stride;
+      for (int at = threadIdx.x % 32 * 16; at < block_bytes_; at += 32 * 16) {
+        copy_async_16(to + i * block_bytes_ + at, from + at, 16);
+      }
+    }
+#endif
+  }
+
+  // Ends an ask(), or stands for one where nothing was left to ask for.
+  __device__ __forceinline__ void commit() const {
+#ifndef MEMKV_BULK_COPY
+    copy_async_commit();
+#endif
+  }
+
+  __device__ __forceinline__ void wait(int part) const {
+#ifdef MEMKV_BULK_COPY
+    barrier_wait(barriers_ + (2 * slot_ + part) * 8, (parity_ >> slot_) & 1);
+#else
+    // 2 * stages_ - 1 asked for later may still be under way.
+    if (stages_ >= 3) {
+      copy_async_wait<5>();
+    } else if (stages_ == 2) {
+      copy_async_wait<3>();
+    } else {
+      copy_async_wait<1>();
+    }
+    __syncwarp();
+#endif
+  }
+
+  __device__ __forceinline__ void next_slot() {
+    parity_ ^= 1u << slot_;
+    slot_ = slot_ + 1 == stages_ ? 0 : slot_ + 1;
+  }
+
+ private:
+  const PagedCache& cache_;
+  const int32_t* block_ids_;
+  uint32_t data_, barriers_;
+  int block_bytes_, stage_bytes_, blocks_, stages_;
+  int slot_;
+  uint32_t parity_;
+};
+
+// Elements of a 16-token tile at or past `valid`, where memory may hold anything, become 0.
+__device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
+  const int token = lane % 4 * 2;
+  const auto mask = [&](int first) {
+    return (first < valid ? 0x0000ffffu : 0u) | (first + 1 < valid ? 0xffff0000u : 0u);
+  };
+  const uint32_t low = mask(token), high = mask(token + 8);
+  f.r[0] &= low;
+  f.r[1] &= low;
+  f.r[2] &= high;
+  f.r[3] &= high;
+}
+
+template <typename T, int kHeadDim, int kTiles, int kTerms>
+__global__ void __launch_bounds__(kMostFewWarps * 32)
+    few_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
+  using Loop = FewQueries<T, kHeadDim, kTiles, kTerms>;
+  using Numbers = Packed<T>;
+  constexpr int kSteps = Loop::kSteps, kWeightTerms = Loop::kWeightTerms;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+  const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
+  const int num_warps = blockDim.x / 32, num_stages = work.stages;
+  const typename Loop::Layout at(num_warps, num_stages, stage_tokens);
+  uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kQueryBytes);
+  float* const rows = reinterpret_cast<float*>(shared + at.rows);
+  float2* const states = reinterpret_cast<float2*>(shared + at.states);
+  int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
+  int* const flag = reinterpret_cast<int*>(shared + at.flag);
+  const WorkHeader header = *work.header;
+  const ScoreScale scaled{call.scale, call.softcap};
+  const RotaryPairs pairs{call.rotary_dim, call.interleaved};
+
+  const uint32_t barriers = shared_address(shared + at.barriers) + warp * num_stages * 2 * 8;
+#ifdef MEMKV_BULK_COPY
+  if (lane < num_stages * 2) barrier_init(barriers + lane * 8);
+  fence_for_copies();
+  __syncwarp();
+#endif
+  StageRing ring(call.cache,
+                 call.plan.block_ids,
+                 shared_address(shared + at.ring) +
+                     warp * num_stages * 2 * stage_tokens * kHeadDim * 2,
+                 barriers,
+                 num_stages,
+                 stage_tokens);
+
+  // Where this lane's row of a fragment is in a stage: K rows are tokens, V rows are dimensions.
+  const int token_row = lane % 8 + (lane / 8 % 2) * 8, k_piece = lane / 16;
+  const uint32_t k_lane = token_row / block_size * (kHeadDim * block_size * 2) +
+                          token_row % block_size * 16 + k_piece * block_size * 16;
+  const int v_token = lane / 16 * 8, v_row = lane % 16;
+  const uint32_t v_lane = v_token / block_size * (kHeadDim * block_size * 2) +
+                          v_token % block_size * 2 + v_row * block_size * 2;
+  const uint32_t step_bytes = 2 * block_size * 16;  // of K and of V alike
+
+  for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
+    RangeStart start = work.ranges[range];
+    int left = min(header.range_length, header.length - range * header.range_length);
+    while (left > 0) {
+      const QueryTile tile = work.tiles[start.tile];
+      const int taken = min(left, tile.unit_length - start.stage);
+      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
+      const int32_t first_segment = call.plan.segment_start[tile.sequence];
+      const int num_segments = call.plan.segment_start[tile.sequence + 1] - first_segment;
+      const Segment* segments = call.plan.segments + first_segment;
+
+      // 1. Ask for the first stages.
+      const int my_begin = begin + (end - begin) * warp / num_warps;
+      const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
+      StageCursor asked(work.runs + tile.first_run, num_segments, my_begin);
+      StageCursor taken_from = asked;
+      Segment asked_of = segments[asked.run];
+      const auto ask_keys = [&](int stage, int ahead) {
+        if (asked.enter(stage)) asked_of = segments[asked.run];
+        const auto blocks = ring.blocks_of(asked_of, asked.stage_of_segment(stage));
+        ring.ask(0, ahead, blocks, start.kv_head);
+        return blocks;
+      };
+      for (int i = 0; i < num_stages; ++i) {
+        StageRing::Blocks blocks{{0, -1}};
+        if (my_begin + i < my_end) blocks = ask_keys(my_begin + i, i);
+        ring.commit();
+        if (my_begin + i < my_end) ring.ask(1, i, blocks, start.kv_head);
+        ring.commit();
+      }
+
+      // 2. The query rows, and where they stand.
+      for (int i = threadIdx.x; i < Loop::kRows * (kHeadDim / 2); i += blockDim.x) {
+        const int row = i / (kHeadDim / 2), d = i % (kHeadDim / 2) * 2;
+        float2 two{};
+        if (row < tile.num_rows) {
+          const RowPlace place = place_of(call, tile, start.kv_head, row);
+          two = load_two(call.q, call.q.offset(place.token, place.head) + d);
+        }
+        *reinterpret_cast<float2*>(rows + row * Loop::kRowFloats + d) = two;
+      }
+      if (threadIdx.x < Loop::kRows) {
+        const int row = min(int(threadIdx.x), tile.num_rows - 1);
+        positions[threadIdx.x] =
+            call.plan.query_position[place_of(call, tile, start.kv_head, row).token];
+      }
+      __syncthreads();
+
+      float top[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        top[t][0] = top[t][1] = kMinusInfinity;
+#pragma unroll
+        for (int m = 0; m < kSteps; ++m) {
+          out[t][m][0] = out[t][m][1] = out[t][m][2] = out[t][m][3] = 0.0f;
+        }
+        sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
+      }
+
+      // 3. Stage after stage.
+      Segment segment{};
+      TileView view(segment, 0, 0, 0);
+      for (int stage = my_begin; stage < my_end; ++stage) {
+        if (taken_from.enter(stage) || stage == my_begin) {
+          segment = segments[taken_from.run];
+          view = TileView(segment, tile.least_position, tile.most_position, call.window);
+          const float* turn = turn_of(call, segment, first_segment + taken_from.run);
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            const float* row = rows + (t * 8 + g) * Loop::kRowFloats;
+            const auto load = [&](int d) { return *reinterpret_cast<const float2*>(row + d); };
+#pragma unroll 4
+            for (int step = 0; step < kSteps; ++step) {
+              const float2 low = turned_two(load, turn, pairs, 16 * step + 2 * q);
+              const float2 high = turned_two(load, turn, pairs, 16 * step + 2 * q + 8);
+              uint32_t b0[kTerms], b1[kTerms];
+              split<T, kTerms>(low.x, low.y, b0);
+              split<T, kTerms>(high.x, high.y, b1);
+              query[(t * kSteps + step) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
+              if constexpr (kTerms == 3) {
+                reinterpret_cast<uint2*>(query + kTiles * kSteps * 32)
+                    [(t * kSteps + step) * 32 + lane] = {b0[2], b1[2]};
+              }
+            }
+          }
+        }
+        const int stage_begin = taken_from.stage_of_segment(stage) * stage_tokens;
+        ring.wait(0);
+        StageRing::Blocks later{{0, -1}};
+
+        for (int part = 0; part < stage_tokens; part += 16) {
+          const int first_token = stage_begin + part;
+          const bool last_part = part + 16 >= stage_tokens;
+          const uint32_t keys = ring.keys() + k_lane + part * 16;
+          const uint32_t values = ring.values() + v_lane + part * 2;
+
+          // Scores of 16 tokens.
+          float score[kTiles][4], rest[kTiles][4];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[t][i] = rest[t][i] = 0.0f;
+          }
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const Fragment k = load_matrices(keys + step * step_bytes);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+              const uint4 b = query[(t * kSteps + step) * 32 + lane];
+              Numbers::multiply_add(score[t], k.r, b.x, b.y);
+              Numbers::multiply_add(rest[t], k.r, b.z, b.w);
+              if constexpr (kTerms == 3) {
+                const uint2 c = reinterpret_cast<const uint2*>(
+                    query + kTiles * kSteps * 32)[(t * kSteps + step) * 32 + lane];
+                Numbers::multiply_add(rest[t], k.r, c.x, c.y);
+              }
+            }
+          }
+          if (last_part) {  // K is read: ask for what takes its place.
+            __syncwarp();
+            if (stage + num_stages < my_end) later = ask_keys(stage + num_stages, 0);
+            ring.commit();
+          }
+
+          // Weights.
+          const bool edge =
+              first_token < view.every_begin || first_token + 16 > view.every_end;
+          uint32_t weight[kTiles][kWeightTerms][2];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            float s[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = scaled(score[t][i] + rest[t][i]);
+            if (edge) {
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const TokenRange sees =
+                    visible_tokens(segment, positions[t * 8 + 2 * q + i], call.window);
+                const int low = first_token + g, high = low + 8;
+                s[i] = low >= sees.begin && low < sees.end ? s[i] : kMinusInfinity;
+                s[i + 2] = high >= sees.begin && high < sees.end ? s[i + 2] : kMinusInfinity;
+              }
+            }
+            float raised[2] = {larger(s[0], s[2]), larger(s[1], s[3])};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+              for (int across = 4; across < 32; across *= 2) {
+                raised[i] = larger(raised[i], __shfl_xor_sync(kAllLanes, raised[i], across));
+              }
+              raised[i] = larger(raised[i], top[t][i]);
+            }
+            if (__any_sync(kAllLanes, raised[0] > top[t][0] || raised[1] > top[t][1])) {
+              SoftmaxState<float> state[2] = {{top[t][0], 0.0f}, {top[t][1], 0.0f}};
+              const float keep[2] = {state[0].raise(raised[0]), state[1].raise(raised[1])};
+              top[t][0] = raised[0];
+              top[t][1] = raised[1];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sum[t][i] *= keep[i % 2];
+#pragma unroll
+                for (int m = 0; m < kSteps; ++m) out[t][m][i] *= keep[i % 2];
+              }
+            }
+            const SoftmaxState<float> state[2] = {{top[t][0], 0.0f}, {top[t][1], 0.0f}};
+            uint32_t low[kWeightTerms], high[kWeightTerms];
+            split<T, kWeightTerms>(state[0].weight(s[0]), state[1].weight(s[1]), low);
+            split<T, kWeightTerms>(state[0].weight(s[2]), state[1].weight(s[3]), high);
+#pragma unroll
+            for (int i = 0; i < kWeightTerms; ++i) {
+              weight[t][i][0] = transpose(low[i]);
+              weight[t][i][1] = transpose(high[i]);
+            }
+          }
+
+          // Outputs.
+          if (part == 0) ring.wait(1);
+          const int valid = segment.num_tokens - first_token;
+#pragma unroll
+          for (int m = 0; m < kSteps; ++m) {
+            Fragment v = load_matrices(values + m * step_bytes);
+            if (valid < 16) zero_unused(v, valid, lane);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+              for (int i = 0; i < kWeightTerms; ++i) {
+                Numbers::multiply_add(out[t][m], v.r, weight[t][i][0], weight[t][i][1]);
+              }
+            }
+          }
+          constexpr uint32_t kOnes = Numbers::kOnes;
+          const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+            for (int i = 0; i < kWeightTerms; ++i) {
+              Numbers::multiply_add(sum[t], ones, weight[t][i][0], weight[t][i][1]);
+            }
+          }
+        }
+        __syncwarp();
+        if (stage + num_stages < my_end) ring.ask(1, 0, later, start.kv_head);
+        ring.commit();
+        ring.next_slot();
+      }
+
+      // 4. The warps' results, where their queries were. Banks: rows 2q are moved by 8q.
+      constexpr int kMoved = kHeadDim % 32 == 0 ? 3 : 1;
+      const auto place_in = [](int row, int d) {
+        return row * kHeadDim + (d ^ (row / 2 & kMoved) * 8);
+      };
+      float* const mine = reinterpret_cast<float*>(query);
+      __syncwarp();
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = t * 8 + 2 * q + i;
+#pragma unroll
+          for (int m = 0; m < kSteps; ++m) {
+            mine[place_in(row, 16 * m + g)] = out[t][m][i];
+            mine[place_in(row, 16 * m + g + 8)] = out[t][m][i + 2];
+          }
+          if (g == 0) states[warp * Loop::kRows + row] = {top[t][i], sum[t][i]};
+        }
+      }
+      __syncthreads();
+      constexpr int kFours = kHeadDim / 4;
+      const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
+      const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
+      for (int item = threadIdx.x; item < tile.num_rows * kFours; item += blockDim.x) {
+        const int row = item / kFours, d = item % kFours * 4;
+        SoftmaxState<float> merged = empty_softmax();
+        float4 merged_out{};
+        for (int of = 0; of < num_warps; ++of) {
+          const float2 state = states[of * Loop::kRows + row];
+          const float4 x = *reinterpret_cast<const float4*>(
+              shared + at.query + of * Loop::kQueryBytes + place_in(row, d) * 4);
+          const MergeFactors<float> factors = merged.merge({state.x, state.y});
+          merged_out.x = merged_out.x * factors.ours + x.x * factors.theirs;
+          merged_out.y = merged_out.y * factors.ours + x.y * factors.theirs;
+          merged_out.z = merged_out.z * factors.ours + x.z * factors.theirs;
+          merged_out.w = merged_out.w * factors.ours + x.w * factors.theirs;
+        }
+        if (parts.count == 1) {
+          finish_row(call, tile, start.kv_head, row, d, merged, merged_out);
+        } else {
+          *reinterpret_cast<float4*>(partial.out + row * kHeadDim + d) = merged_out;
+          if (d == 0) {
+            *reinterpret_cast<float2*>(partial.state + 2 * row) = {merged.max, merged.sum};
+          }
+        }
+      }
+      if (parts.count > 1) {
+        arrive_and_merge<kHeadDim>(call, work, tile, start.tile, start.kv_head, parts, flag);
+      } else {
+        __syncthreads();
+      }
+
+      // 5. The next unit.
+      left -= taken;
+      start.stage = 0;
+      start.unit_begin += tile.unit_length;
+      if (++start.kv_head == call.cache.num_kv_heads) {
+        start.kv_head = 0;
+        do {
+          ++start.tile;
+        } while (left > 0 && work.tiles[start.tile].unit_length == 0);
+      }
+    }
+  }
+  finish_blind_tiles<kHeadDim>(call, work, header);
+}
+
+}  // namespace memkv::cuda

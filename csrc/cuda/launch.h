@@ -1,0 +1,81 @@
+// The CUDA kernels as the host calls them. Without nvcc, no_cuda.cpp has the same functions.
+// Everything is put on the stream and nothing waits; errors of a launch are std::runtime_error.
+#pragma once
+
+#include <cstdint>
+
+#include "memkv/attention_args.h"
+#include "work.h"
+
+namespace memkv::cuda {
+
+using Stream = uintptr_t;  // cudaStream_t
+
+bool built();
+
+// Which loop: rows of 8 or 16 for decode, of 128 for prefill and questions, all of a sequence for
+// the mass.
+enum class Loop : int { kFew = 0, kMany = 1, kMass = 2 };
+
+struct LoopShape {
+  int32_t tile_rows;
+  int32_t stage_tokens;
+  int32_t warps;
+  int32_t stages;
+  int32_t workers;  // blocks of threads that the device holds at once; 0: it cannot run the loop
+};
+
+// tile_rows: 8 or 16 rows for Loop::kFew. exact: the queries' dtype is not the cache's. warps and
+// stages 0: as many as fit.
+LoopShape loop_shape(
+    Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages);
+
+// Bytes of device memory for a Work of at most so many tiles, runs and sequences; and the Work that
+// lies there.
+int64_t work_bytes(const WorkShape& shape, int64_t num_seqs, int64_t max_tiles, int64_t max_runs);
+Work work_at(void* memory,
+             float* partials,
+             const WorkShape& shape,
+             int64_t num_seqs,
+             int64_t max_tiles,
+             int64_t max_runs,
+             int32_t grid,
+             int32_t warps,
+             int32_t stages);
+
+void plan_work(const StepPlan& plan, const Work& work, Stream stream);
+void turn_rows(const Segment* segments,
+               int64_t num_segments,
+               const double* inv_freq,
+               int num_pairs,
+               float* turns,
+               Stream stream);
+
+void write_kv(const PagedCache& cache,
+              const HeadRows& k,
+              const HeadRows& v,
+              const int64_t* slots,
+              int64_t num_tokens,
+              Stream stream);
+
+// Writes the rows of the sequences that the work has tiles for.
+void attend(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream);
+// call.lse is read, call.block_mass written.
+void add_block_mass(const Attention& call, const Work& work, Stream stream);
+
+// target[target_ids[i]] = source[source_ids[i]]; null ids count up from 0.
+void copy_blocks(const void* source,
+                 const int64_t* source_ids,
+                 void* target,
+                 const int64_t* target_ids,
+                 int64_t num_blocks,
+                 int64_t bytes_per_block,
+                 Stream stream);
+
+// Reads memory in order, for measuring; bytes are a multiple of 16.
+void read_memory(const void* data, int64_t bytes, uint32_t* sink, Stream stream);
+
+// For the .cu files.
+void check_launch(const char* what);
+
+}  // namespace memkv::cuda

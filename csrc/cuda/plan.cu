@@ -1,0 +1,207 @@
+// Plans a step on the device: tiles, runs, equal ranges; and the rotation of each segment.
+//
+// One block of threads, once for all layers of a step that have the same window. Warps take tiles,
+// lanes take segments; what a tile sees of its segments is summed up with a scan. Nothing comes
+// back to the host: kernels read counts where this one wrote them, so that a captured graph serves
+// whatever the step's integers have become.
+#include "launch.h"
+#include "work.h"
+
+namespace memkv::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kAll = 0xffffffffu;
+
+__device__ int32_t warp_scan(int32_t x) {  // inclusive
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t before = __shfl_up_sync(kAll, x, step);
+    if (int(threadIdx.x % 32) >= step) x += before;
+  }
+  return x;
+}
+
+// Exclusive prefix of x over the threads; total is of all. Every thread takes part.
+__device__ int32_t block_scan(int32_t x, int32_t& total) {
+  __shared__ int32_t of_warp[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t sum = warp_scan(x);
+  __syncthreads();
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  if (warp == 0) of_warp[lane] = warp_scan(of_warp[lane]);
+  __syncthreads();
+  total = of_warp[kWarps - 1];
+  return sum - x + (warp > 0 ? of_warp[warp - 1] : 0);
+}
+
+__device__ int32_t num_tokens_of(const StepPlan& plan, int64_t sequence) {
+  return plan.query_start[sequence + 1] - plan.query_start[sequence];
+}
+
+// Which tiles there are, and where their runs will be.
+__device__ int32_t lay_out_tiles(const StepPlan& plan, const Work& work) {
+  int32_t tiles_before = 0, runs_before = 0;
+  for (int64_t base = 0; base < plan.num_seqs; base += kThreads) {
+    const int64_t sequence = base + threadIdx.x;
+    int32_t tiles = 0, runs = 0;
+    if (sequence < plan.num_seqs) {
+      tiles = tiles_of(work.shape, num_tokens_of(plan, sequence));
+      runs = tiles * (plan.segment_start[sequence + 1] - plan.segment_start[sequence] + 1);
+    }
+    int32_t all_tiles, all_runs;
+    const int32_t tile = block_scan(tiles, all_tiles), run = block_scan(runs, all_runs);
+    if (sequence < plan.num_seqs) {
+      work.first_tile[sequence] = tiles_before + tile;
+      work.first_run[sequence] = runs_before + run;
+    }
+    tiles_before += all_tiles;
+    runs_before += all_runs;
+  }
+  __syncthreads();
+  return tiles_before;
+}
+
+__device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequence, int32_t tile) {
+  const WorkShape& shape = work.shape;
+  const int lane = threadIdx.x % 32;
+  const int32_t first_token = plan.query_start[sequence];
+  const int32_t num_rows = num_tokens_of(plan, sequence) * shape.group;
+  const int32_t first_row = tile * shape.tile_rows;
+  const int32_t rows = min(shape.tile_rows, num_rows - first_row);
+  int32_t least = INT32_MAX, most = 0;
+  for (int32_t token = first_row / shape.group + lane;
+       token <= (first_row + rows - 1) / shape.group;
+       token += 32) {
+    const int32_t position = plan.query_position[first_token + token];
+    least = min(least, position);
+    most = max(most, position);
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    least = min(least, __shfl_xor_sync(kAll, least, step));
+    most = max(most, __shfl_xor_sync(kAll, most, step));
+  }
+  const int32_t first_segment = plan.segment_start[sequence];
+  const int32_t num_segments = plan.segment_start[sequence + 1] - first_segment;
+  StageRun* runs = work.runs + work.first_run[sequence] + tile * (num_segments + 1);
+  int32_t before = 0;
+  for (int32_t base = 0; base < num_segments; base += 32) {
+    Stages stages{0, 0};
+    if (base + lane < num_segments) {
+      stages = visible_stages(shape, plan.segments[first_segment + base + lane], least, most);
+    }
+    const int32_t sum = warp_scan(stages.count);
+    if (base + lane < num_segments) {
+      runs[base + lane] = {before + sum - stages.count, stages.first};
+    }
+    before += __shfl_sync(kAll, sum, 31);
+  }
+  if (lane == 0) {
+    runs[num_segments] = {before, 0};
+    work.tiles[work.first_tile[sequence] + tile] = {int32_t(sequence),
+                                                    first_row,
+                                                    rows,
+                                                    int32_t(runs - work.runs),
+                                                    before,
+                                                    unit_length(shape, before),
+                                                    least,
+                                                    most};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work) {
+  const WorkShape& shape = work.shape;
+  const int warp = threadIdx.x / 32;
+
+  // Tiles and their runs.
+  const int32_t num_tiles = lay_out_tiles(plan, work);
+  for (int64_t sequence = 0; sequence < plan.num_seqs; ++sequence) {
+    const int32_t tiles = tiles_of(shape, num_tokens_of(plan, sequence));
+    // Tiles of all sequences in turn, so that many short sequences keep every warp busy too.
+    const int32_t first = work.first_tile[sequence];
+    for (int32_t tile = (warp + kWarps - first % kWarps) % kWarps; tile < tiles; tile += kWarps) {
+      plan_tile(plan, work, sequence, tile);
+    }
+  }
+  __syncthreads();
+
+  // Units end to end.
+  int32_t length = 0, num_blind = 0;
+  for (int32_t base = 0; base < num_tiles; base += kThreads) {
+    const int32_t tile = base + threadIdx.x;
+    const int32_t own = tile < num_tiles ? work.tiles[tile].unit_length : 0;
+    int32_t all, blind;
+    const int32_t before = block_scan(own * shape.num_kv_heads, all);
+    block_scan(tile < num_tiles && own == 0, blind);
+    if (tile < num_tiles) work.unit_begin[tile] = length + before;
+    length += all;
+    num_blind += blind;
+  }
+  const int32_t step = range_length(shape, length);
+  const int32_t num_ranges = divide_up(length, step);
+  if (threadIdx.x == 0) {
+    work.unit_begin[num_tiles] = length;
+    *work.header = {num_tiles, num_blind, length, step, num_ranges};
+  }
+  __syncthreads();
+
+  // Where ranges begin.
+  for (int32_t range = threadIdx.x; range < num_ranges; range += kThreads) {
+    const int32_t at = range * step;
+    int32_t low = 0, high = num_tiles;  // the last tile that begins at or before `at`
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      (work.unit_begin[middle] <= at ? low : high) = middle;
+    }
+    const int32_t unit = work.tiles[low].unit_length;
+    const int32_t inside = at - work.unit_begin[low], head = inside / unit;
+    work.ranges[range] = {low, head, inside - head * unit, at - (inside - head * unit)};
+  }
+  for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kThreads) {
+    work.arrived[unit] = 0;
+  }
+}
+
+// turns[segment] = cos, then sin, of (stored_position - position) * inv_freq, in float64 until then.
+__global__ void turn_kernel(const Segment* segments,
+                            int64_t num_segments,
+                            const double* inv_freq,
+                            int num_pairs,
+                            float* turns) {
+  const int64_t count = num_segments * num_pairs;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t segment = i / num_pairs;
+    const int pair = int(i % num_pairs);
+    const Segment& of = segments[segment];
+    double sin, cos;
+    sincos((double(of.stored_position) - double(of.position)) * inv_freq[pair], &sin, &cos);
+    float* row = turns + segment * 2 * num_pairs;
+    row[pair] = float(cos);
+    row[num_pairs + pair] = float(sin);
+  }
+}
+
+}  // namespace
+
+void plan_work(const StepPlan& plan, const Work& work, Stream stream) {
+  plan_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(plan, work);
+  check_launch("plan_work");
+}
+
+void turn_rows(const Segment* segments,
+               int64_t num_segments,
+               const double* inv_freq,
+               int num_pairs,
+               float* turns,
+               Stream stream) {
+  const int64_t count = num_segments * num_pairs;
+  if (count == 0) return;
+  const int blocks = int(count < 256 * 1024 ? (count + 255) / 256 : 1024);
+  turn_kernel<<<blocks, 256, 0, cudaStream_t(stream)>>>(
+      segments, num_segments, inv_freq, num_pairs, turns);
+  check_launch("turn_rows");
+}
+
+}  // namespace memkv::cuda

@@ -1,0 +1,115 @@
+// How a step is cut for a GPU: tiles of query rows, stages of keys, equal ranges for its workers.
+//
+//     tile     up to tile_rows query rows of one sequence; it has a unit for each kv head
+//     stage    stage_tokens tokens of one segment, loaded together
+//     run      the stages of one segment that some row of the tile sees
+//
+//     segments of a sequence   [0 1 2 3][4 5 6 7 8 9][10 11]        stage 0 is not visible
+//     runs of a tile           [  1 2 3][4 5 6 7 8 9][10 11]        stages_before: 0, 3, 9, 11
+//     units, laid end to end   |tile 0, head 0  |tile 0, head 1  |tile 1, head 0 |...
+//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...     range_length each
+//
+// A worker takes one range, wherever it begins and ends. The work is flat, so the ranges are alike
+// but for the last: no worker waits for another because its sequence is longer. What two ranges
+// find of one unit are partials, merged in the order of the ranges.
+#pragma once
+
+#include <cstdint>
+
+#include "memkv/host_device.h"
+#include "memkv/segment.h"
+
+namespace memkv {
+
+struct WorkShape {
+  int32_t tile_rows;
+  int32_t stage_tokens;  // a multiple of the block size
+  int32_t group;         // query heads of a kv head
+  int32_t num_kv_heads;
+  int32_t window;
+  int32_t least_rows, most_rows;  // sequences with fewer or more rows are left to another kernel
+  int32_t max_ranges;
+  int32_t least_range;  // stages that a worker's warps read at once: no range is shorter
+  int32_t fixed_range;  // stages of every range, each within one unit; 0: as balance wants it
+};
+
+struct QueryTile {
+  int32_t sequence;
+  int32_t first_row, num_rows;  // of the sequence's rows: query token * group + head in the group
+  int32_t first_run;            // one run for each segment of the sequence, and the end
+  int32_t num_stages;           // of each unit
+  int32_t unit_length;          // num_stages, rounded up to whole ranges where those are fixed
+  int32_t least_position, most_position;  // of its rows
+};
+
+struct StageRun {
+  int32_t stages_before;  // of this run, in the tile
+  int32_t first_stage;    // in the segment
+};
+
+struct WorkHeader {
+  int32_t num_tiles;
+  int32_t num_blind_tiles;  // that see no key
+  int32_t length;           // of all units
+  int32_t range_length;
+  int32_t num_ranges;
+};
+
+struct RangeStart {
+  int32_t tile, kv_head, stage;
+  int32_t unit_begin;  // of that unit, in all units
+};
+
+// Where the partials of a unit are: one for each range that has a part of it.
+struct UnitParts {
+  int32_t first_range;
+  int32_t count;
+  int32_t first_slot;
+
+  // A range has at most two units that it shares: the one it begins in and the one it ends in.
+  MEMKV_HD int32_t slot(int32_t part) const {
+    return part == 0 ? first_slot : 2 * (first_range + part);
+  }
+};
+
+MEMKV_HD int32_t divide_up(int64_t a, int64_t b) { return int32_t((a + b - 1) / b); }
+
+MEMKV_HD int32_t tiles_of(const WorkShape& shape, int32_t num_query_tokens) {
+  const int64_t rows = int64_t{num_query_tokens} * shape.group;
+  return rows < shape.least_rows || rows > shape.most_rows ? 0 : divide_up(rows, shape.tile_rows);
+}
+
+struct Stages {
+  int32_t first, count;
+};
+
+// Of a segment, for rows at positions [least, most].
+MEMKV_HD Stages visible_stages(const WorkShape& shape,
+                               const Segment& segment,
+                               int32_t least_position,
+                               int32_t most_position) {
+  const int32_t begin = visible_tokens(segment, least_position, shape.window).begin;
+  const int32_t end = visible_tokens(segment, most_position, shape.window).end;
+  if (begin >= end) return {0, 0};
+  const int32_t first = begin / shape.stage_tokens;
+  return {first, (end - 1) / shape.stage_tokens + 1 - first};
+}
+
+MEMKV_HD int32_t unit_length(const WorkShape& shape, int32_t num_stages) {
+  return shape.fixed_range > 0 ? divide_up(num_stages, shape.fixed_range) * shape.fixed_range
+                               : num_stages;
+}
+
+MEMKV_HD int32_t range_length(const WorkShape& shape, int32_t length) {
+  if (shape.fixed_range > 0) return shape.fixed_range;
+  const int32_t balanced = divide_up(length, shape.max_ranges);
+  return balanced > shape.least_range ? balanced : shape.least_range;
+}
+
+MEMKV_HD UnitParts parts_of(int32_t unit_begin, int32_t num_stages, int32_t range_length) {
+  const int32_t first = unit_begin / range_length;
+  const int32_t last = (unit_begin + num_stages - 1) / range_length;
+  return {first, last - first + 1, 2 * first + (unit_begin % range_length != 0 ? 1 : 0)};
+}
+
+}  // namespace memkv

@@ -1,0 +1,355 @@
+"""The CUDA kernels: which calls they serve, and what a step's plan becomes for them.
+
+    plan     ──► work of few rows    sequences of 1 .. 16 rows (query tokens * heads of a kv head): decode
+             ──► work of many rows   the others: prefill, questions, recomputed blocks
+             ──► work of the mass    all sequences, where block mass is wanted
+
+A work is planned on the device once for all layers of a step that have its shape and window; nothing is
+copied back, so that a step can be captured in a CUDA graph. `AttentionPlan.refresh` has it planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memkv.kernels.native import DTYPES, _kernels, cache_of, rows_of
+from memkv.kernels.plan import AttentionPlan, AttentionResult, Rotation
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How work is cut. 0: as the kernels choose.
+
+    Attributes:
+        ranges_per_worker: more even out what workers differ by, fewer have less to merge.
+        warps, stages: of a block of threads of the decode loop, and of a warp's ring.
+        fixed_range: stages of every range, wherever it lies: a sequence's bits are the same in any batch.
+        split: False gives each unit one worker.
+    """
+
+    ranges_per_worker: int = 0
+    warps: int = 0
+    stages: int = 0
+    fixed_range: int = 0
+    split: bool = True
+
+
+@contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Plans made inside are cut this way; for tests and measurements."""
+    global _tuning
+    before, _tuning = _tuning, tuning
+    try:
+        yield
+    finally:
+        _tuning = before
+
+
+def built() -> bool:
+    """Whether the extension has CUDA kernels."""
+    return _kernels is not None and hasattr(_kernels, "cuda_built") and bool(_kernels.cuda_built())
+
+
+def serves_cache(k_cache: Tensor) -> bool:
+    """Whether the kernels read and write a cache of this device, dtype and shape."""
+    _, _, pieces, block_size, x = k_cache.shape
+    return (
+        k_cache.device.type == "cuda"
+        and built()
+        and k_cache.dtype in (torch.bfloat16, torch.float16)
+        and pieces * x in HEAD_DIMS
+        and block_size in BLOCK_SIZES
+        and _is_new_enough(k_cache.device.index or 0)
+    )
+
+
+def serves(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether `paged_attention` has a kernel for the call."""
+    return serves_cache(k_cache) and q.dtype in DTYPES and q.shape[1] // k_cache.shape[1] <= _MAX_GROUP
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """As `ops.write_kv`; rows whose slot is outside the pool are left out."""
+    with torch.cuda.device(k_cache.device):
+        _kernels.cuda_write_kv(
+            cache_of(k_cache, v_cache),
+            rows_of(k),
+            rows_of(v),
+            slots.data_ptr(),
+            slots.numel(),
+            _stream(k_cache.device),
+        )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    rotation: Rotation | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    lse: bool,
+    block_mass: bool,
+) -> AttentionResult:
+    """As `ops.paged_attention`, whose arguments were checked."""
+    device = q.device
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    all_lse = None
+    if lse or block_mass:
+        all_lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
+    mass = None
+    if block_mass:
+        mass = torch.zeros((num_heads, plan.num_entries), dtype=torch.float32, device=device)
+    if num_tokens == 0:
+        return AttentionResult(out, all_lse if lse else None, mass)
+    with torch.cuda.device(device):
+        stream = _stream(device)
+        native_cache = cache_of(k_cache, v_cache)
+        call = _kernels.cuda_attention(
+            native_cache,
+            step_plan(plan),
+            rows_of(q),
+            rows_of(out),
+            num_heads,
+            0 if rotation is None else _turns(plan, rotation, stream).data_ptr(),
+            0 if rotation is None else rotation.rotary_dim,
+            rotation is not None and rotation.interleaved,
+            scale,
+            softcap,
+            window,
+            0 if all_lse is None else all_lse.data_ptr(),
+            0 if mass is None else mass.data_ptr(),
+        )
+        shape = _Shape(
+            k_cache.shape[1],
+            num_heads // k_cache.shape[1],
+            v_cache.shape[2],
+            v_cache.shape[3],
+            k_cache.dtype,
+            q.dtype != k_cache.dtype,
+            window,
+        )
+        for work in _works(plan, native_cache, shape, stream):
+            _kernels.cuda_attend(call, work.native, work.loop, shape.exact, stream)
+        if mass is not None:
+            _kernels.cuda_add_block_mass(call, _mass_work(plan, native_cache, shape, stream).native, stream)
+    return AttentionResult(out, all_lse if lse else None, mass)
+
+
+def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
+    """As `ops.copy_blocks`, on tensors that are contiguous in whole rows."""
+    ids = source_ids if source_ids is not None else target_ids
+    count = source.shape[0] if ids is None else ids.numel()
+    with torch.cuda.device(target.device):
+        _kernels.cuda_copy_blocks(
+            source.data_ptr(),
+            0 if source_ids is None else source_ids.data_ptr(),
+            target.data_ptr(),
+            0 if target_ids is None else target_ids.data_ptr(),
+            count,
+            source.stride(0) * source.element_size(),
+            _stream(target.device),
+        )
+
+
+def read_memory(data: Tensor) -> None:
+    """Reads a contiguous tensor once, in order: for measuring what memory gives."""
+    sink = torch.empty(1, dtype=torch.int32, device=data.device)
+    with torch.cuda.device(data.device):
+        num_bytes = data.numel() * data.element_size() // 16 * 16
+        _kernels.cuda_read_memory(data.data_ptr(), num_bytes, sink.data_ptr(), _stream(data.device))
+
+
+def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
+    """The plan's tensors as the kernels take them."""
+    return _kernels.step_plan(
+        plan.query_start.data_ptr(),
+        plan.query_position.data_ptr(),
+        plan.segment_start.data_ptr(),
+        plan.segments.data_ptr(),
+        plan.block_ids.data_ptr(),
+        plan.num_seqs,
+        plan.num_tokens,
+        plan.num_entries,
+    )
+
+
+_MAX_GROUP = 64  # csrc/cuda/block_mass.cuh: kMaxGroup
+_FEW, _MANY, _MASS = 0, 1, 2  # csrc/cuda/launch.h: Loop
+_FEW_ROWS = 16
+_ALL_ROWS = 2**31 - 1
+_tuning = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the works of a plan depend on."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    exact: bool  # queries of another dtype than the cache: float32, as a rule
+    window: int
+
+
+@dataclass(slots=True)
+class _Work:
+    native: _kernels.Work
+    loop: int
+    memory: tuple[Tensor, Tensor]  # what `native` points to
+    planned: bool = False
+
+
+def _works(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int) -> list[_Work]:
+    """The works that together cover all sequences, planned."""
+    works: list[_Work] | None = plan.derived.get(shape)
+    if works is None:
+        counts = plan.query_counts()
+        rows = [count * shape.group for count in counts]
+        few = max((count for count in rows if count <= _FEW_ROWS), default=0)
+        works = []
+        if shape.exact:
+            works.append(_new_work(plan, cache, shape, _FEW, 8, (1, _ALL_ROWS)))
+        else:
+            if few:
+                works.append(_new_work(plan, cache, shape, _FEW, 8 if few <= 8 else 16, (1, _FEW_ROWS)))
+            if max(rows, default=0) > _FEW_ROWS:
+                works.append(_new_work(plan, cache, shape, _MANY, 0, (_FEW_ROWS + 1, _ALL_ROWS)))
+        plan.derived[shape] = works
+    for work in works:
+        _plan(plan, work, stream)
+    return works
+
+
+def _mass_work(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int) -> _Work:
+    work: _Work | None = plan.derived.get((shape, _MASS))
+    if work is None:
+        work = plan.derived[shape, _MASS] = _new_work(plan, cache, shape, _MASS, 0, (1, _ALL_ROWS))
+    _plan(plan, work, stream)
+    return work
+
+
+def _plan(plan: AttentionPlan, work: _Work, stream: int) -> None:
+    if not work.planned:
+        _kernels.cuda_plan_work(step_plan(plan), work.native, stream)
+        work.planned = True
+
+
+def _new_work(
+    plan: AttentionPlan,
+    cache: _kernels.PagedCache,
+    shape: _Shape,
+    loop: int,
+    tile_rows: int,
+    rows: tuple[int, int],
+) -> _Work:
+    tuning = _tuning
+    device = plan.device
+    exact = shape.exact and loop == _FEW
+    key = (shape.head_dim, shape.block_size, shape.dtype, loop, tile_rows, exact)
+    fits = _loop_shape(device.index or 0, *key, tuning.warps, tuning.stages, cache)
+    tiles = [
+        -(-count * shape.group // fits.tile_rows)
+        for count in plan.query_counts()
+        if rows[0] <= count * shape.group <= rows[1]
+    ]
+    max_tiles, tiles_of_one = sum(tiles), max(tiles, default=0)
+    max_runs = tiles_of_one * plan.num_segments + max_tiles
+    max_stages = tiles_of_one * plan.num_entries * shape.kv_heads  # of all units
+    grid = max(1, min(fits.workers * (tuning.ranges_per_worker or 1), max_stages))
+    max_ranges, fixed_range = grid, 0
+    if loop != _MASS and not tuning.split:
+        fixed_range, max_ranges = max(1, plan.num_entries), max_tiles * shape.kv_heads
+    elif loop != _MASS and tuning.fixed_range:
+        fixed_range = tuning.fixed_range
+        max_ranges = max_stages // fixed_range + max_tiles * shape.kv_heads
+    if fixed_range:
+        grid = max(1, max_ranges)
+    native_shape = _kernels.cuda_work_shape(
+        fits.tile_rows,
+        fits.stage_tokens,
+        shape.group,
+        shape.kv_heads,
+        shape.window,
+        *rows,
+        max_ranges,
+        fits.warps if loop != _MANY else 1,
+        fixed_range,
+    )
+    num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    floats = 0 if loop == _MASS else 2 * max_ranges * fits.tile_rows * (shape.head_dim + 2)
+    partials = torch.empty(floats, dtype=torch.float32, device=device)
+    native = _kernels.cuda_work(
+        memory.data_ptr(),
+        partials.data_ptr(),
+        native_shape,
+        plan.num_seqs,
+        max_tiles,
+        max_runs,
+        grid,
+        fits.warps,
+        fits.stages,
+    )
+    return _Work(native, loop, (memory, partials))
+
+
+_loop_shapes: dict[tuple[object, ...], _kernels.LoopShape] = {}
+
+
+def _loop_shape(device: int, *key: object) -> _kernels.LoopShape:
+    """How many workers a device holds; asked once."""
+    *of, cache = key
+    found = _loop_shapes.get((device, *of))
+    if found is None:
+        _, _, _, loop, tile_rows, exact, warps, stages = of
+        found = _kernels.cuda_loop_shape(loop, cache, tile_rows, exact, warps, stages)
+        if found.workers == 0:
+            raise RuntimeError(f"the CUDA kernel for {of} does not fit this GPU")
+        _loop_shapes[device, *of] = found
+    return found
+
+
+def _turns(plan: AttentionPlan, rotation: Rotation, stream: int) -> Tensor:
+    """As `AttentionPlan.turns`, by one kernel."""
+    found: Tensor | None = plan.kept_turns(rotation)
+    if found is None:
+        shape = (plan.num_segments, 2, rotation.rotary_dim // 2)
+        found = plan.turns_memory(rotation)
+        if found is None:
+            found = torch.empty(shape, dtype=torch.float32, device=plan.device)
+        inv_freq = rotation.inv_freq.to(plan.device)
+        _kernels.cuda_turn_rows(
+            plan.segments.data_ptr(),
+            plan.num_segments,
+            inv_freq.data_ptr(),
+            inv_freq.numel(),
+            found.data_ptr(),
+            stream,
+        )
+        plan.keep_turns(rotation, found)
+    return found
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+@cache
+def _is_new_enough(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
