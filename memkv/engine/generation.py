@@ -33,6 +33,7 @@ class Usage:
         cached_tokens: prompt tokens whose mapped KV was used and not computed for this request.
         prefilled_tokens: tokens computed for this request before its first answer token: fresh blocks, tail
             and healed chunks. A healed chunk's blocks that the policy then computes afresh count twice.
+        looked_tokens: tokens of the pass that the policy looked by; its keys and values are not kept.
         completion_tokens: tokens sampled, an end-of-text token included.
         healed_chunks: chunks (the prefix included) that had no valid KV and were prefilled for this request.
         blocks_shared: distinct blocks mapped, held in common with everyone else who maps them.
@@ -43,6 +44,7 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
+    looked_tokens: int = 0
     completion_tokens: int = 0
     healed_chunks: int = 0
     blocks_shared: int = 0
@@ -57,6 +59,7 @@ class Timings:
     Attributes:
         queue_ms: submitted until blocks were reserved.
         load_ms: until every mapped chunk was in place, healing included.
+        look_ms: until the policy had what it wanted to know; 0 where it does not look.
         prefill_ms: until the first token.
         ttft_ms: submitted until the first token.
         total_ms: submitted until finished.
@@ -64,6 +67,7 @@ class Timings:
 
     queue_ms: float = 0.0
     load_ms: float = 0.0
+    look_ms: float = 0.0
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0

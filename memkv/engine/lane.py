@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,6 +39,7 @@ class LaneCounters:
     steps: int = 0  # passes through the model for generations
     fill_steps: int = 0  # and for chunks
     generated_tokens: int = 0
+    looked_tokens: int = 0  # tokens of looking passes
     prefilled_tokens: int = 0  # prompt tokens of generations
     filled_tokens: int = 0  # tokens of chunks, healed ones included
     failed_tasks: int = 0
@@ -193,7 +194,8 @@ class Lane:
 
     def _generate(self, parts: list[Part[Sequence]]) -> None:
         batch = Batch.build(parts)
-        logits = self._runner.run(batch, self.kv_cache)
+        result = self._runner.run(batch, self.kv_cache)
+        logits, masses = result.logits, iter(result.masses)
         assert logits is not None or not batch.logit_rows
         self.counters.steps += 1
         row = 0
@@ -202,6 +204,9 @@ class Lane:
             positions = part.positions
             completes = part.completes
             part.run.done += part.count
+            if part.owner.look is not None:
+                self._look(part, masses, completes)
+                continue
             self.counters.prefilled_tokens += 0 if part.owner.num_generated else part.count
             if part.num_logits:
                 assert logits is not None
@@ -212,6 +217,20 @@ class Lane:
                     done.append((part.owner, own[-1:]))
         if done:
             self._sample(done)
+
+    def _look(self, part: Part[Sequence], masses: Iterator[Tensor], completes: bool) -> None:
+        """Some or all of a looking pass was made."""
+        sequence = part.owner
+        self.counters.looked_tokens += part.count
+        if part.look_rows:
+            assert sequence.look is not None
+            sequence.look.add(next(masses))
+        if completes:
+            choose = partial(self._choose, sequence)
+            self._agenda.follow(Work(choose, partial(_only, sequence)))
+
+    def _choose(self, sequence: Sequence) -> None:
+        sequence.choose(self.residency, time.monotonic())
 
     def _sample(self, done: list[tuple[Sequence, Tensor]]) -> None:
         sequences = [sequence for sequence, _ in done]

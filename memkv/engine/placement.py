@@ -6,6 +6,9 @@
 
 What is fresh throughout is never mapped, so it is neither loaded nor pinned; its tokens and the tail's share
 one private run. With `reuse = off` that run is the whole prompt.
+
+A policy that looks first gets two placements: every chunk mapped, with private blocks for the worst choice;
+and, when the look is over, the one that it chose, within those blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
-from memkv.engine.reuse import MappedChunk
+from memkv.engine.reuse import BlockMass, LookRequest, MappedChunk
 from memkv.kv.block_table import BlockTable, Segment
 
 
@@ -26,6 +29,10 @@ class MappedPiece:
     ref: ChunkRef
     position: int
     fresh: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ref.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,9 @@ class Placement:
     Attributes:
         refs: the chunks to pin, each once.
         num_fresh_blocks: private blocks that the prompt needs.
-        num_private_blocks: those, and the ones that the longest answer will need.
+        num_private_blocks: those, and the ones that the longest answer will need, and, before a look, the
+            ones that it may choose.
+        look: what is to be measured before the policy chooses; None where it has chosen.
     """
 
     block_size: int
@@ -51,6 +60,7 @@ class Placement:
     refs: tuple[ChunkRef, ...]
     num_fresh_blocks: int
     num_private_blocks: int
+    look: LookRequest | None = None
 
     @property
     def num_mapped_blocks(self) -> int:
@@ -83,14 +93,18 @@ class Placement:
         return table, left[::-1]
 
 
-def place(request: GenerateRequest) -> Placement:
-    """Asks the request's policy and lays the prompt out."""
+def place(request: GenerateRequest, look: BlockMass | None = None) -> Placement:
+    """Asks the request's policy and lays the prompt out.
+
+    Args:
+        look: what the policy's look has measured; without it, a policy that looks gets its looking pass.
+    """
     size = request.block_size
-    fresh = _fresh_blocks(request)
+    choice = _choose(request, look)
     pieces: list[MappedPiece | PrivatePiece] = []
     refs: dict[str, ChunkRef] = {}
     position = private_start = num_fresh = 0
-    for ref, indices in zip((request.prefix, *request.chunks), fresh, strict=True):
+    for ref, indices in zip((request.prefix, *request.chunks), choice.fresh, strict=True):
         end = position + ref.num_tokens
         if len(indices) < _blocks(ref.num_tokens, size):
             if private_start < position:
@@ -106,27 +120,41 @@ def place(request: GenerateRequest) -> Placement:
     # the last token of an answer is never fed back, so its key needs no slot
     longest = last.num_tokens + request.sampling.max_tokens - 1
     growth = _blocks(longest, size) - _blocks(last.num_tokens, size)
-    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, num_fresh + growth)
+    most = num_fresh + growth + choice.undecided
+    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, most, choice.look)
 
 
-def _fresh_blocks(request: GenerateRequest) -> list[list[int]]:
-    """Of the prefix and each chunk, the blocks to compute."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """`fresh`: of the prefix and each chunk, the blocks to compute. `undecided`: how many a look may add."""
+
+    fresh: list[list[int]]
+    look: LookRequest | None = None
+    undecided: int = 0
+
+
+def _choose(request: GenerateRequest, look: BlockMass | None) -> _Choice:
     size = request.block_size
     everything = (request.prefix, *request.chunks)
     if request.reuse == "off":
-        return [list(range(_blocks(ref.num_tokens, size))) for ref in everything]
+        return _Choice([list(range(_blocks(ref.num_tokens, size))) for ref in everything])
     mapped = []
     before = request.prefix.token_ids
     for ref in request.chunks:
         blocks = _blocks(ref.num_tokens, size)
         mapped.append(MappedChunk(ref.num_tokens, blocks, context_exact=ref.context_ids == before))
         before += ref.token_ids
-    fresh = request.policy.fresh_blocks(mapped)
+    policy = request.policy
+    most = policy.max_fresh_blocks(mapped) if policy.look is not None else 0
+    if most and look is None:
+        return _Choice([[] for _ in everything], policy.look, most)
+    fresh = policy.fresh_blocks(mapped, look)
     assert len(fresh) == len(mapped) and all(
         list(indices) == sorted(set(indices) & set(range(chunk.num_blocks)))
         for indices, chunk in zip(fresh, mapped, strict=True)
     ), "bug: a policy named blocks that are not there, or not in order"
-    return [[], *fresh]
+    assert look is None or sum(map(len, fresh)) <= most, "bug: a policy named more blocks than it said"
+    return _Choice([[], *fresh])
 
 
 def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memkv.engine.request import PrefillRequest
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
-from memkv.engine.sequence import TokenRun
+from memkv.engine.token_run import TokenRun
 from memkv.errors import MemKVError
 from memkv.kv.block_table import BlockTable, Segment
 from memkv.kv.chunk import ChunkKV

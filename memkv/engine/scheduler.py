@@ -129,7 +129,7 @@ class Scheduler:
             count = min(budget, sequence.run.remaining)
             if count == 0:
                 break
-            parts.append(Part(sequence, sequence.run, count, sequence.num_logits(count)))
+            parts.append(sequence.part(count))
             budget -= count
         return parts
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memkv.engine.answer_text import AnswerText
+from memkv.engine.batch import Part
 from memkv.engine.generation import (
     FinishReason,
     Generation,
@@ -17,39 +18,22 @@ from memkv.engine.generation import (
     TokenEvent,
     Usage,
 )
+from memkv.engine.look import Look
 from memkv.engine.placement import place
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
+from memkv.engine.token_run import TokenRun
 from memkv.errors import PoolExhausted
-from memkv.kv.block_table import BlockTable
-
-
-class TokenRun:
-    """The tokens of one block table that have to be computed, in order of position.
-
-    The order is what lets a long run be taken in parts: when a token is computed, every private key that it
-    sees is written.
-    """
-
-    def __init__(self, table: BlockTable, token_ids: list[int], positions: list[int]) -> None:
-        self.table = table
-        self.token_ids = token_ids
-        self.positions = positions
-        self.done = 0
-
-    @property
-    def remaining(self) -> int:
-        return len(self.token_ids) - self.done
-
-    def append(self, token_id: int, position: int) -> None:
-        self.token_ids.append(token_id)
-        self.positions.append(position)
 
 
 class Sequence:
     """A request with its blocks, its unfinished tokens and its answer.
 
     waiting ──start──► loading ──begin──► running ──accept...──► finished
+                                  └─► looking ──choose──┘          where its policy looks first
+
+    Attributes:
+        look: while it is looking; its run is then the looking pass.
     """
 
     def __init__(
@@ -70,6 +54,7 @@ class Sequence:
         self.deadline = now + (queue_seconds if request.queue_seconds is None else request.queue_seconds)
         self.is_finished = False
         self.run: TokenRun | None = None
+        self.look: Look | None = None
         self._eos_token_ids = () if request.sampling.ignore_eos else eos_token_ids
         self._answer = AnswerText(request.decoder() if request.decoder else None, request.sampling.stop)
         self._pin: Pin | None = None
@@ -81,8 +66,10 @@ class Sequence:
         self._logit_positions: list[int] = []
         self._healed_chunks = 0
         self._healed_tokens = 0
+        self._looked_tokens = 0
         self._started: float | None = None  # when it had its blocks,
         self._ready: float | None = None  # its chunks,
+        self._chosen: float | None = None  # what its policy wanted to know,
         self._first_token: float | None = None  # and its first token
 
     @property
@@ -114,24 +101,29 @@ class Sequence:
             pin.release()
             raise
         self._pin = pin
-        table, reserve = self.placement.table(
-            {chunk.ref.input_key: chunk.blocks for chunk in pin.chunks}, self._private
-        )
-        self._reserve = deque(reserve)
-        ids = self.request.prompt_ids()
-        positions = [
-            position
-            for segment in table.segments
-            if segment.private
-            for position in range(segment.position, segment.end)
-        ]
-        self.run = TokenRun(table, [ids[position] for position in positions], positions)
+        if self.placement.look is not None:
+            self.look = Look(self.placement.look, self.request, self.placement)
+        self._lay_out()
         self._started = now
         return pin
 
     def begin(self, now: float) -> None:
         """Every mapped chunk is in place."""
         self._ready = now
+
+    def choose(self, residency: Residency, now: float) -> None:
+        """The look is over: the policy names its blocks, and those that it spared are given back."""
+        assert self.look is not None and self.run is not None, "bug: a choice without a look"
+        self.placement = place(self.request, self.look.block_mass())
+        spare = len(self._private) - self.placement.num_private_blocks
+        assert spare >= 0, "bug: a look chose more blocks than were taken"
+        if spare:
+            residency.release(self._private[-spare:])
+            del self._private[-spare:]
+        self.look = None
+        self._looked_tokens = self.run.done
+        self._chosen = now
+        self._lay_out()
 
     def heal(self, chunk: ResidentChunk) -> None:
         """Notes that a chunk without valid KV is prefilled on this request's account."""
@@ -147,14 +139,16 @@ class Sequence:
             self._pin.release()
             self._pin = None
 
-    def num_logits(self, count: int) -> int:
-        """How many of the next `count` tokens, counted from the last, need logits."""
+    def part(self, count: int) -> Part[Sequence]:
+        """Its next `count` tokens, with what is wanted of them."""
         run = self.run
         assert run is not None
-        left = run.remaining - count  # prompt tokens that come in later steps
+        left = run.remaining - count  # tokens that come in later steps
+        if self.look is not None:
+            return Part(self, run, count, look=self.look.wanted, look_rows=self.look.rows_of(count, left))
         if self._token_ids:
-            return 1
-        return max(0, min(count, max(1, self.request.keep_logits) - left))
+            return Part(self, run, count, num_logits=1)
+        return Part(self, run, count, max(0, min(count, max(1, self.request.keep_logits) - left)))
 
     def keep(self, logits: Tensor, positions: list[int]) -> None:
         """Keeps logits [n, vocab_size] for the result, where the request asked for it."""
@@ -196,6 +190,14 @@ class Sequence:
             logit_positions=tuple(self._logit_positions),
         )
 
+    def _lay_out(self) -> None:
+        """Makes the table of the placement, and the run of what is to be computed in it."""
+        assert self._pin is not None
+        blocks = {chunk.ref.input_key: chunk.blocks for chunk in self._pin.chunks}
+        table, reserve = self.placement.table(blocks, self._private)
+        self._reserve = deque(reserve)
+        self.run = TokenRun.of_private(table, self.request.prompt_ids())
+
     def _grow(self, token_id: int) -> None:
         assert self.run is not None
         table = self.run.table
@@ -210,13 +212,14 @@ class Sequence:
         if self.run is None:
             return Usage(prompt_tokens=prompt)
         fresh = sum(position < prompt for position in self.run.positions)
-        computed = min(self.run.done, fresh)
+        computed = min(self.run.done, fresh) if self.look is None else 0
         mapped = prompt - fresh
         is_ready = self._ready is not None
         return Usage(
             prompt_tokens=prompt,
             cached_tokens=max(0, mapped - self._healed_tokens) if is_ready else 0,
             prefilled_tokens=computed + (self._healed_tokens if is_ready else 0),
+            looked_tokens=self._looked_tokens if self.look is None else self.run.done,
             completion_tokens=len(self._token_ids),
             healed_chunks=self._healed_chunks,
             blocks_shared=len(set(self.run.table.shared_blocks())),
@@ -225,13 +228,17 @@ class Sequence:
         )
 
     def _timings(self, now: float) -> Timings:
-        started, ready, first = (
-            now if moment is None else moment for moment in (self._started, self._ready, self._first_token)
-        )
+        started = now if self._started is None else self._started
+        ready = now if self._ready is None else self._ready
+        chosen = self._chosen
+        if chosen is None:
+            chosen = ready if self.look is None else now
+        first = now if self._first_token is None else self._first_token
         return Timings(
             queue_ms=1e3 * (started - self.since),
             load_ms=1e3 * (ready - started),
-            prefill_ms=1e3 * (first - ready),
+            look_ms=1e3 * (chosen - ready),
+            prefill_ms=1e3 * (first - chosen),
             ttft_ms=1e3 * (first - self.since),
             total_ms=1e3 * (now - self.since),
         )

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from memkv.config import EngineConfig
-from memkv.engine.batch import Batch
+from memkv.engine.batch import Batch, BatchLook
 from memkv.engine.kv_cache import KVCache
+from memkv.engine.model_runner import StepResult
 from memkv.engine.residency import ChunkRef
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
@@ -135,8 +136,9 @@ class FakeRunner:
         self.device = torch.device("cpu")
         self.before: Callable[[Batch], None] | None = None
         self.batches: list[Batch] = []
+        self.looking_rows: list[list[int]] = []  # positions of the rows of each look
 
-    def run(self, batch: Batch, kv_cache: KVCache) -> Tensor | None:
+    def run(self, batch: Batch, kv_cache: KVCache) -> StepResult:
         if self.before is not None:
             self.before(batch)
         self.batches.append(batch)
@@ -150,14 +152,27 @@ class FakeRunner:
         k_cache[block, 0, :, offset] = 0
         k_cache[block, 0, 0, offset, 0] = batch.token_ids
         v_cache[block, 0, :, offset] = np.array(positions)[:, None]
+        masses = [self._mass(batch, look) for look in batch.looks]
         if not batch.logit_rows:
-            return None
+            return StepResult(None, masses)
         logits = torch.zeros((len(batch.logit_rows), FAKE_VOCAB))
         owners = [index for index, of_owner in enumerate(batch.positions) for _ in of_owner]
         for row, place in enumerate(batch.logit_rows):
             table = batch.tables[owners[place]]
             logits[row, fake_next(self._seen(table, positions[place], k_cache, v_cache, size))] = 10.0
-        return logits
+        return StepResult(logits, masses)
+
+    def _mass(self, batch: Batch, look: BatchLook) -> Tensor:
+        """Each looking row gives every block its number: block 7 gets 7 times the rows."""
+        first = 0
+        for table, positions in zip(batch.tables, batch.positions, strict=True):
+            blocks = [block for segment in table for block in segment[0]]
+            if first == look.first_entry:
+                assert len(blocks) == look.num_entries
+                self.looking_rows.append(positions)
+                return torch.tensor(blocks, dtype=torch.float32) * len(positions)
+            first += len(blocks)
+        raise AssertionError("a look at entries that no table begins with")
 
     def _seen(self, table: Any, last: int, k_cache: Any, v_cache: Any, size: int) -> list[int]:
         """The tokens at positions 0 .. last, by what their slots hold."""

@@ -132,10 +132,10 @@ def test_the_end_of_text_ends_an_answer_and_is_no_text(
     run = runner.run
 
     def end(batch: Any, cache: Any) -> Any:
-        logits = run(batch, cache)
-        if logits is not None and len(runner.batches) >= 4:
-            logits[:, FAKE_EOS] = 100.0
-        return logits
+        result = run(batch, cache)
+        if result.logits is not None and len(runner.batches) >= 4:
+            result.logits[:, FAKE_EOS] = 100.0
+        return result
 
     runner.run = end  # type: ignore[method-assign]
     result = engine.generate(request_of(prompts, max_tokens=9, decoder=Letters), MemorySource()).result(5)

@@ -109,6 +109,15 @@ def mapped_by_hand(model: PreTrainedModel, request: GenerateRequest, result: Gen
     tell; so prefix tokens are given positions moved along with the chunk. What comes out are the chunk's own
     keys, turned to where it is mapped.
     """
+    cache, start = mapped_cache(model, request)
+    ids = torch.tensor([[*request.tail_ids, *result.token_ids[:-1]]])
+    positions = torch.arange(start, start + ids.shape[1])[None]
+    logits: Tensor = model(ids, position_ids=positions, past_key_values=cache).logits[0]
+    return logits.float()
+
+
+def mapped_cache(model: PreTrainedModel, request: GenerateRequest) -> tuple[DynamicCache, int]:
+    """Keys and values of prefix and chunks at their places, and the position behind them."""
     prefix = len(request.prefix.token_ids)
     pieces = [_kv(model, request.prefix.token_ids, 0)]
     start = prefix
@@ -121,10 +130,7 @@ def mapped_by_hand(model: PreTrainedModel, request: GenerateRequest, result: Gen
     for layer in range(len(pieces[0])):
         keys, values = (torch.cat([piece[layer][part] for piece in pieces], dim=2) for part in (0, 1))
         cache.update(keys, values, layer)
-    ids = torch.tensor([[*request.tail_ids, *result.token_ids[:-1]]])
-    positions = torch.arange(start, start + ids.shape[1])[None]
-    logits: Tensor = model(ids, position_ids=positions, past_key_values=cache).logits[0]
-    return logits.float()
+    return cache, start
 
 
 def _kv(model: PreTrainedModel, ids: tuple[int, ...], first_position: int) -> list[tuple[Tensor, Tensor]]:

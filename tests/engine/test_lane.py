@@ -8,7 +8,7 @@ from engine_harness import (
 )
 from lane_driver import Driver
 
-from memkv.engine.reuse import Exact, Head, Map
+from memkv.engine.reuse import Exact, Head, Map, Select
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
 
@@ -163,7 +163,7 @@ def test_the_tables_of_a_busy_lane_stay_sound() -> None:
                 *random.sample(chunks, random.randint(0, 5)),
                 tail=random.randint(1, 30),
                 max_tokens=random.randint(1, 20),
-                policy=random.choice([Exact(), Map(), Head(1)]),
+                policy=random.choice([Exact(), Map(), Head(1), Select(0.3)]),
                 reuse=random.choice(["auto", "off"]),
             )
             tasks.append(sequence)

@@ -170,10 +170,10 @@ def test_kv_that_is_not_finite_is_refused_and_not_kept(driver: Driver) -> None:
     run = driver.runner.run
 
     def infect(batch: Any, cache: Any) -> Any:
-        logits = run(batch, cache)
+        result = run(batch, cache)
         for slot in batch.slots:
             cache.layer(0)[1][slot // SIZE, 0, 3, slot % SIZE] = float("inf")
-        return logits
+        return result
 
     driver.runner.run = infect  # type: ignore[method-assign]
     job, query = driver.submit_job(a), driver.submit(driver.prompts.chunk(25, "b"))
@@ -191,9 +191,9 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(driver: Driver) 
     run = driver.runner.run
 
     def infect(batch: Any, cache: Any) -> Any:
-        logits = run(batch, cache)
-        logits[0] = float("nan")
-        return logits
+        result = run(batch, cache)
+        result.logits[0] = float("nan")
+        return result
 
     driver.store()
 

@@ -19,7 +19,7 @@ from engine_harness import (
 
 from memkv.engine.engine import Engine
 from memkv.engine.request import GenerateRequest
-from memkv.engine.reuse import Exact, Head, Map
+from memkv.engine.reuse import Exact, Head, Map, Select
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong, Overloaded
 
@@ -92,7 +92,7 @@ class Clients:
             tuple(chunks),
             tuple(random.randrange(3, FAKE_VOCAB - 1) for _ in range(tail)),
             SIZE,
-            random.choice([Exact(), Map(), Head(1)]),
+            random.choice([Exact(), Map(), Head(1), Select(0.3)]),
             random.choice(["auto", "auto", "off"]),
             Sampling(max_tokens=max_tokens),
         )

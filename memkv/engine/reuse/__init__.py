@@ -3,8 +3,10 @@
 from memkv.engine.reuse.exact import Exact
 from memkv.engine.reuse.head import Head
 from memkv.engine.reuse.map import Map
+from memkv.engine.reuse.mass import Mass
 from memkv.engine.reuse.parsing import parse_policy, policy_names
 from memkv.engine.reuse.policy import BlockMass, LookRequest, MappedChunk, PolicyForm, ReusePolicy
+from memkv.engine.reuse.select import Select
 
 __all__ = [
     "BlockMass",
@@ -13,8 +15,10 @@ __all__ = [
     "LookRequest",
     "Map",
     "MappedChunk",
+    "Mass",
     "PolicyForm",
     "ReusePolicy",
+    "Select",
     "parse_policy",
     "policy_names",
 ]

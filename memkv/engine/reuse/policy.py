@@ -87,6 +87,17 @@ class PolicyForm:
         return self.pattern.partition(":")[0]
 
 
+def blocks_by_mass(mapped: Sequence[MappedChunk], look: BlockMass) -> list[tuple[int, int]]:
+    """(chunk, block) of chunks whose context differs, by falling mass; of equals the first in the prompt."""
+    places = [
+        (index, block)
+        for index, chunk in enumerate(mapped)
+        for block in range(chunk.num_blocks)
+        if not chunk.context_exact
+    ]
+    return sorted(places, key=lambda place: -look[place[0]][place[1]])
+
+
 def whole_number(text: str) -> int | None:
     """1 to 100,000 in plain digits."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):

@@ -1,0 +1,48 @@
+"""The looking pass of a sequence: what the blocks of its mapped chunks get of the tail's attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memkv.engine.placement import MappedPiece, Placement
+from memkv.engine.request import GenerateRequest
+from memkv.engine.reuse import BlockMass, LookRequest
+
+
+class Look:
+    """Gathers mass over the steps of one pass over a placement in which every chunk is mapped.
+
+    Attributes:
+        wanted: by the policy.
+    """
+
+    def __init__(self, wanted: LookRequest, request: GenerateRequest, placement: Placement) -> None:
+        self.wanted = wanted
+        tail = len(request.tail_ids)
+        self._rows = min(wanted.rows or tail, tail)
+        self._num_chunks = len(request.chunks)
+        self._placement = placement
+        self._mass = torch.zeros(0)  # of the table's blocks, in order of position
+
+    def rows_of(self, count: int, left: int) -> int:
+        """How many of the pass's next `count` tokens look, counted from the last; `left` come behind them."""
+        return max(0, min(count, self._rows - left))
+
+    def add(self, mass: Tensor) -> None:
+        """Mass [n] of the first n blocks, from some of the rows."""
+        if len(mass) > len(self._mass):
+            self._mass = torch.cat((self._mass, torch.zeros(len(mass) - len(self._mass))))
+        self._mass[: len(mass)] += mass
+
+    def block_mass(self) -> BlockMass:
+        """Per chunk and block, when the pass is over."""
+        of_mapped: list[list[float]] = []
+        first = 0
+        size = self._placement.block_size
+        for piece in self._placement.pieces:
+            num_blocks = -(-piece.num_tokens // size)
+            if isinstance(piece, MappedPiece):
+                of_mapped.append(self._mass[first : first + num_blocks].tolist())
+            first += num_blocks
+        return of_mapped[len(of_mapped) - self._num_chunks :]  # the prefix is in front, if it has tokens
