@@ -19,7 +19,7 @@ import torch
 
 from memkv.bench.bandwidth import kernel_read_gbs, last_level_cache_bytes, machine_read_gbs
 from memkv.bench.documents import text_of
-from memkv.bench.environment import cpu_name, threads, versions
+from memkv.engine.environment import cpu_name, threads, versions
 from memkv.bench.model_pass import ModelPass
 from memkv.config import Config
 from memkv.errors import InternalServerError

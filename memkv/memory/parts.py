@@ -36,9 +36,9 @@ class Parts:
         )
         try:
             on_progress(f"loading {config.model.model}")
-            model = _load_model(config)
+            model = load_language_model(config)
             on_progress(f"loading {config.model.embedder}")
-            embedder = _load_embedder(config)
+            embedder = load_embedder(config)
             engine = Engine(model, kv_dtype=config.kv.dtype, config=config.engine)
         except BaseException:
             store.close()
@@ -57,7 +57,7 @@ def _models_dir(config: Config) -> Path:
     return Path(config.model.models_dir).expanduser() if config.model.models_dir else default_models_dir()
 
 
-def _load_model(config: Config) -> LoadedModel:
+def load_language_model(config: Config) -> LoadedModel:
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,5 +69,5 @@ def _load_model(config: Config) -> LoadedModel:
     )
 
 
-def _load_embedder(config: Config) -> Embedder:
+def load_embedder(config: Config) -> Embedder:
     return Embedder.load(resolve(config.model.embedder, _models_dir(config), allow_download=True))

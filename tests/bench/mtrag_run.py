@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memkv.bench.environment import cpu_name, threads, versions
+from memkv.engine.environment import cpu_name, threads, versions
 from memkv.config import load_config
 from memkv.memory import Memory
 from memkv.wire import (

@@ -1,0 +1,1 @@
+"""What reuse costs: answers with and without it, compared question by question."""

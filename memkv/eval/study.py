@@ -1,0 +1,89 @@
+"""What an evaluation finds, as it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from memkv.errors import BadRequestError
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy on tasks of one kind, against a full prefill of the same prompts by the same engine.
+
+    `endpoint`, `value`, `low` and `high` repeat the first of the two primary endpoints, the KL divergence.
+
+    Attributes:
+        fresh: share of the chunks' tokens that were computed for the question.
+        accuracy: share of the questions that greedy decoding answers with the gold answer's own words, from
+            their first; for free text this is rare, and `f1` says more.
+        accuracy_full: the same of a full prefill.
+        agreement: share of the gold tokens for which both have the same most likely one.
+        kl, dnll: nats a token of the gold answer, with 95 % intervals.
+        f1, f1_full: of greedy answers, over words; None where no answers were written.
+        ttft_ms: median time to the first token, chunks resident, looking pass included, retrieval not; None
+            where it was not timed.
+        ttft_speedup: a full prefill's time divided by it.
+        mapped_bytes, private_bytes: KV read where it lay and KV written for one question; means.
+    """
+
+    kind: str
+    policy: str
+    questions: int
+    fresh: float
+    endpoint: str
+    value: float
+    low: float
+    high: float
+    accuracy: float
+    accuracy_full: float
+    agreement: float
+    kl: float
+    dnll: float
+    dnll_low: float
+    dnll_high: float
+    mapped_bytes: float
+    private_bytes: float
+    f1: float | None = None
+    f1_full: float | None = None
+    ttft_ms: float | None = None
+    ttft_speedup: float | None = None
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes:
+    model_digest: `Fingerprint.model_digest` of the model measured.
+    data: what was asked: a file's name and digest, or how tasks were generated.
+    form: how prompts were made.
+    device: what computed.
+    """
+
+    model: str
+    model_digest: str
+    data: str
+    form: dict[str, int | str]
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    prefix_tokens: int
+    chunk_tokens_mean: float
+    device: str
+    versions: dict[str, str]
+    seconds: float
+    rows: list[Row]
+
+
+def read_study(path: Path) -> Study:
+    """Raises `BadRequestError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Study)
+    except OSError as error:
+        raise BadRequestError(
+            f"{path} cannot be read: {error.strerror or error}",
+            hint="give a file that `memkv eval run` wrote",
+        ) from None
+    except msgspec.DecodeError as error:
+        raise BadRequestError(
+            f"{path} is no result of an evaluation: {error}", hint="give a file that `memkv eval run` wrote"
+        ) from None
