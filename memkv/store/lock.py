@@ -53,8 +53,9 @@ class StoreLock:
                     hint="use a data directory on a file system that knows flock",
                 ) from error
             raise _locked(f"process {holder}" if holder else "another process") from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk nobody is told who holds it
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         with suppress(OSError):

@@ -45,7 +45,7 @@ from memkv.store.rows import (
 )
 from memkv.store.schema import SchemaRevision, require_schema
 from memkv.store.search import SearchHit, search_collection
-from memkv.store.space_reserve import SpaceReserve
+from memkv.store.space_reserve import RESERVE_BYTES, SpaceReserve
 from memkv.store.vector_index import VectorIndexes
 
 FORMAT_VERSION = 1  # of the data directory
@@ -71,7 +71,9 @@ class Recovery:
 class Store:
     """Made by `Store.open`; close it, or use it as a context manager. Thread-safe."""
 
-    def __init__(self, data_dir: Path, database: Database, *, upgrade: bool, held: ExitStack) -> None:
+    def __init__(
+        self, data_dir: Path, database: Database, reserve: SpaceReserve, *, upgrade: bool, held: ExitStack
+    ) -> None:
         """`Store.open` calls this under the store's lock; what is acquired goes into `held`."""
         _check_settings(database.settings())
         take_advisory_lock(database, held, patience=database.busy_seconds)
@@ -88,7 +90,8 @@ class Store:
         self.indexes = VectorIndexes(
             data_dir / "indexes", lambda: data_dir / "tmp" / uuid.uuid4().hex, self.store_id, self.catalog
         )
-        self._reserve = SpaceReserve(data_dir / "reserve")
+        self._reserve = reserve
+        self._reserve.fill(leaving=RESERVE_BYTES)
         self._held = held
         self._closed = False
 
@@ -114,9 +117,12 @@ class Store:
         _make_directories(data_dir)
         with ExitStack() as held:
             held.callback(StoreLock(data_dir / "lock").release)
+            reserve = SpaceReserve(data_dir / "reserve")
+            held.callback(reserve.fill)
+            reserve.give_way()
             database = Database(url, busy_seconds=busy_seconds)
             held.callback(database.close)
-            store = cls(data_dir, database, upgrade=upgrade, held=held)
+            store = cls(data_dir, database, reserve, upgrade=upgrade, held=held)
             store._held = held.pop_all()
             return store
         raise AssertionError("bug: an exit stack swallowed an error")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from small_disk import fill, resize, small_disk, used
 from store_samples import DIM, commit, found_texts, load, new_collection, samples_of
 
 from memkv.errors import InsufficientStorageError
@@ -17,30 +15,10 @@ from memkv.store.database import sqlite_driver
 from memkv.store.rows import NewDocument
 from memkv.store.space_reserve import SpaceReserve
 
+__all__ = ["small_disk"]
+
 T = DEFAULT_TENANT
 TEXT = "\n".join(f"line {number} " + "of some length " * 8 for number in range(6))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)], capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
-
-
-def resize(disk: Path, size: int) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
-
-
-def used(disk: Path) -> int:
-    found = os.statvfs(disk)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 def test_a_full_disk_is_507_loses_nothing_and_ingest_goes_on_when_there_is_room(small_disk: Path) -> None:
@@ -85,17 +63,13 @@ def test_a_store_closes_and_opens_on_a_full_disk(small_disk: Path) -> None:
         commit(store, document, TEXT)
         found_texts(store, collection, "x")
         resize(small_disk, used(small_disk))
-    with suppress(InsufficientStorageError):
-        Store.open(small_disk / "data").close()
+    for _ in range(3):
+        fill(small_disk, "filler")
+        with Store.open(small_disk / "data") as store:
+            assert len(found_texts(store, collection, "x")) == 6
     resize(small_disk, 64 << 20)
     with Store.open(small_disk / "data") as store:
         assert len(found_texts(store, collection, "x")) == 6
-
-
-def fill(disk: Path, name: str) -> None:
-    with suppress(OSError), (disk / name).open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
 
 
 def delete_on_a_full_disk(disk: Path) -> None:
@@ -124,6 +98,6 @@ def test_deleting_works_on_a_full_disk_and_makes_room(small_disk: Path) -> None:
 
 
 def test_without_the_reserve_it_would_not(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpaceReserve, "fill", lambda _: None)
+    monkeypatch.setattr(SpaceReserve, "fill", lambda *_, **__: None)
     with pytest.raises(InsufficientStorageError):
         delete_on_a_full_disk(small_disk)
