@@ -12,6 +12,7 @@ data and PostgreSQL cannot store it; lone surrogates, because no UTF-8 exists fo
 
 from __future__ import annotations
 
+import string
 import unicodedata
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -26,7 +27,10 @@ from memkv.errors import (
 
 MAX_BYTES = 10_000_000
 PLAIN, MARKDOWN = "text/plain", "text/markdown"
-ACCEPTED = "plain text (.txt) and Markdown (.md), in UTF-8, or in UTF-16 or UTF-32 with a byte order mark"
+ACCEPTED = (
+    "plain text (.txt, .text) and Markdown (.md, .markdown), in UTF-8, in UTF-16 or UTF-32 with a byte order "
+    "mark, or in UTF-16 of mostly Latin letters without one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,12 @@ _CHARSETS = {  # what a sender may declare, by the names of the IANA registry
     **{f"iso-8859-{part}": f"iso8859_{part}" for part in (*range(1, 12), *range(13, 17))},
     **{f"windows-{page}": f"cp{page}" for page in range(1250, 1259)},
 }  # fmt: skip
-_TO_UTF8 = "convert it to UTF-8 first, for example: iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt"
+_TO_UTF8 = (
+    "convert it to UTF-8 from the encoding that it is in; from WINDOWS-1252, say: "
+    "iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt"
+)
+_FROM_EBCDIC = "it looks like EBCDIC; convert it to UTF-8: iconv -f CP500 -t UTF-8 old.txt > new.txt"
+_EBCDIC_COMMON = frozenset((string.ascii_letters + string.digits + " .,'-\r\n").encode("cp500"))
 
 
 def _media_kind(filename: str | None, media_type: str | None) -> str:
@@ -196,8 +205,16 @@ def _decode_as(data: bytes, codec: str) -> str:
         return data.decode(codec)
     except UnicodeDecodeError as error:
         raise UnprocessableDocumentError(
-            f"the file is not {codec.upper()} text: byte {error.start:,} does not fit", hint=_TO_UTF8
+            f"the file is not {codec.upper()} text: byte {error.start:,} does not fit",
+            hint=_FROM_EBCDIC if _is_ebcdic(data) else _TO_UTF8,
         ) from None
+
+
+def _is_ebcdic(data: bytes) -> bool:
+    """Whether nine of ten bytes are EBCDIC's commonest, blanks among them; only to word a hint."""
+    sample = data[:4096]
+    common = sum(byte in _EBCDIC_COMMON for byte in sample)
+    return common * 10 >= len(sample) * 9 and sample.count(b"\x40") * 20 >= len(sample)
 
 
 def _unmarked_utf16(data: bytes) -> tuple[str, str] | None:

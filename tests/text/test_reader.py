@@ -22,6 +22,7 @@ from memkv.errors import (
     UnsupportedMediaTypeError,
 )
 from memkv.text.reader import (
+    ACCEPTED,
     SourceText,
     accept_text,
     clean_question,
@@ -82,6 +83,32 @@ def test_what_is_not_surely_text_is_refused_with_a_hint(data: bytes) -> None:
     with pytest.raises(UnprocessableDocumentError) as caught:
         read_text(data, "a.txt")
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("codec", ["cp500", "cp037", "cp1140"])
+def test_ebcdic_is_told_by_its_name(codec: str) -> None:
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 3
+    with pytest.raises(UnprocessableDocumentError) as caught:
+        read_text(text.encode(codec), "a.txt")
+    assert "iconv -f CP500" in caught.value.hint
+    for other in (
+        "caf\xe9 @ home".encode("latin-1"),
+        ("日本語のテキスト　" * 9).encode("shift_jis"),
+        b"\x40\xff",
+    ):
+        with pytest.raises(UnprocessableDocumentError) as caught:
+            read_text(other, "a.txt")
+        assert "CP500" not in caught.value.hint
+
+
+def test_real_files_in_odd_encodings(real_data: Path) -> None:
+    with pytest.raises(UnprocessableDocumentError) as caught:
+        read_text((real_data / "odd_files" / "english.cp500.txt").read_bytes(), "english.cp500.txt")
+    assert "CP500" in caught.value.hint
+    source = read_text((real_data / "odd_files" / "nobom-utf16le.txt").read_bytes(), "nobom-utf16le.txt")
+    assert source.text.isascii()
+    assert "UTF-16-LE" in source.notes[0]
+    assert "UTF-16 of mostly Latin letters without one" in ACCEPTED
 
 
 @pytest.mark.parametrize("text", ["a\x00b", "a\ud800", "\udc00"])
