@@ -1,4 +1,4 @@
-"""CacheBlend's choice of tokens, as a peer to compare with; memkv itself never serves it.
+"""Others' ways of reuse, as peers to compare with; memkv itself never serves them.
 
 CacheBlend (Yao et al., arXiv 2405.16444) computes afresh those *tokens* of the chunks whose values in the
 second layer differ most from what a full prefill gives there. Single tokens do not fit whole shared blocks,
@@ -43,49 +43,78 @@ class _Moves:
     distance: Tensor  # positions
 
 
-class CacheBlend:
-    """Logits of the gold answer where a share of the chunks' tokens is computed afresh."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A way to reuse chunks that were prefilled apart.
+
+    Attributes:
+        share: of the later chunks' tokens, computed afresh as CacheBlend chooses them.
+        behind_prefix: False prefills each chunk with nothing before it.
+        temperature: keys of mapped tokens are divided by it (APE, Yang et al., arXiv 2502.05431, without its
+            scaling of sums).
+    """
+
+    share: float = 0.0
+    behind_prefix: bool = True
+    temperature: float = 1.0
+
+
+class PrivateCopies:
+    """Logits of the gold answer under peers' ways of reuse."""
 
     def __init__(self, model: LoadedModel, layout: KVLayout) -> None:
         self._runner = ModelRunner(model)
         self._layers = layer_attention(model.spec, model.device)
         self._layout = layout
 
-    def logits(self, prompt: Prompt, prefix: ChunkRef, shares: Sequence[float]) -> list[Tensor]:
-        """For each share of the later chunks' tokens, logits [len(gold_ids), vocab_size]."""
+    def logits(self, prompt: Prompt, prefix: ChunkRef, peers: Sequence[Peer]) -> list[Tensor]:
+        """For each way, logits [len(gold_ids), vocab_size]."""
         ids = [*prefix.token_ids, *(token for chunk in prompt.chunks for token in chunk.token_ids)]
         num_mapped = len(ids)
         ids += [*prompt.tail_ids, *prompt.gold_ids[:-1]]
         blocks_for = self._layout.blocks_for
         apart = [prefix.num_tokens + chunk.num_tokens for chunk in prompt.chunks]
         num_blocks = blocks_for(len(ids)) + sum(map(blocks_for, apart))
+        num_blocks += sum(blocks_for(chunk.num_tokens) for chunk in prompt.chunks)
         cache = KVCache(self._layout, num_blocks, self._runner.device)
         table = self._table(0, len(ids))
-        moves = self._prefill_apart(cache, prompt.chunks, prefix, blocks_for(len(ids)))
+        start = prefix.num_tokens
+        behind, first_block = self._prefill_apart(
+            cache, prompt.chunks, prefix.token_ids, start, blocks_for(len(ids))
+        )
+        alone, _ = self._prefill_apart(cache, prompt.chunks, (), start, first_block)
         self._run(cache, table, ids, range(len(ids)), 0)
         full_values = self._values(cache, num_mapped)
-        self._move(cache, moves)
+        self._move(cache, behind)
         deviation = (self._values(cache, num_mapped) - full_values).square().sum(dim=-1)  # [num_mapped]
         first = prefix.num_tokens + prompt.chunks[0].num_tokens  # what lies before is exact
         order = (first + deviation[first:].argsort(descending=True)).tolist()
         found = []
-        for share in shares:
-            self._move(cache, moves)
-            fresh = sorted(order[: round(share * (num_mapped - first))])
+        for peer in peers:
+            self._move(cache, behind if peer.behind_prefix else alone, peer.temperature)
+            fresh = sorted(order[: round(peer.share * (num_mapped - first))])
             positions = [*fresh, *range(num_mapped, len(ids))]
             tokens = [ids[position] for position in positions]
             found.append(self._run(cache, table, tokens, positions, len(prompt.gold_ids)))
         return found
 
     def _prefill_apart(
-        self, cache: KVCache, chunks: Sequence[ChunkRef], prefix: ChunkRef, first_block: int
-    ) -> _Moves:
-        """Every chunk behind a prefix of its own, in one pass, from `first_block` on."""
-        start, size = prefix.num_tokens, self._layout.block_size
+        self,
+        cache: KVCache,
+        chunks: Sequence[ChunkRef],
+        prefix_ids: tuple[int, ...],
+        position: int,
+        first_block: int,
+    ) -> tuple[_Moves, int]:
+        """Every chunk behind a prefix of its own, in one pass, from `first_block` on.
+
+        Returns:
+            the moves of the chunks to `position` and behind, and the first block behind them all.
+        """
+        start, size = len(prefix_ids), self._layout.block_size
         parts, source, target, distance = [], [], [], []
-        position = start
         for chunk in chunks:
-            ids = [*prefix.token_ids, *chunk.token_ids]
+            ids = [*prefix_ids, *chunk.token_ids]
             table = self._table(first_block, len(ids))
             parts.append(Part(None, TokenRun(table, ids, list(range(len(ids)))), len(ids)))
             source += range(first_block * size + start, first_block * size + len(ids))
@@ -95,10 +124,11 @@ class CacheBlend:
             position += chunk.num_tokens
         self._runner.run(Batch.build(parts), cache)
         device = self._runner.device
-        return _Moves(*(torch.tensor(values, device=device) for values in (source, target, distance)))
+        moves = _Moves(*(torch.tensor(values, device=device) for values in (source, target, distance)))
+        return moves, first_block
 
-    def _move(self, cache: KVCache, moves: _Moves) -> None:
-        """Copies keys and values, keys turned by the distance that they move."""
+    def _move(self, cache: KVCache, moves: _Moves, temperature: float = 1.0) -> None:
+        """Copies keys and values, keys turned by the distance that they move and divided."""
         size = self._layout.block_size
         from_block, from_offset = moves.source // size, moves.source % size
         to_block, to_offset = moves.target // size, moves.target % size
@@ -110,7 +140,7 @@ class CacheBlend:
             if layer.rotation is not None:
                 angle = moves.distance[:, None, None] * layer.rotation.inv_freq.to(keys.device)
                 keys = rotate(keys, angle.cos().float(), angle.sin().float(), layer.rotation.interleaved)
-            pieces = keys.unflatten(-1, (-1, self._layout.x)).to(k_cache.dtype)
+            pieces = (keys / temperature).unflatten(-1, (-1, self._layout.x)).to(k_cache.dtype)
             k_cache[to_block, :, :, to_offset, :] = pieces
             v_cache[to_block, :, :, to_offset] = v_cache[from_block, :, :, from_offset]
 

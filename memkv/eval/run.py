@@ -18,7 +18,7 @@ from memkv.config import Config
 from memkv.engine.engine import Engine
 from memkv.engine.environment import cpu_name, versions
 from memkv.errors import BadRequestError
-from memkv.eval.peers import CacheBlend
+from memkv.eval.peers import PrivateCopies
 from memkv.eval.prompts import Form, Prompt, PromptMaker
 from memkv.eval.scores import Score, f1, score
 from memkv.eval.statistics import bootstrap
@@ -27,7 +27,7 @@ from memkv.eval.subjects import FULL, EngineSubjects, Scored, Subject, parse_sub
 from memkv.eval.tasks import Task
 from memkv.memory.collections import fingerprint_of
 from memkv.memory.parts import load_embedder, load_language_model
-from memkv.text.prompt import PromptTemplate
+from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
 Tell = Callable[[str], None]
@@ -38,7 +38,7 @@ class Plan:
     """What is evaluated.
 
     Attributes:
-        policies: names of policies, or of peers such as "cacheblend:0.15".
+        subjects: policies and peers; a full prefill is always among them.
         timed: so many prompts, the first of them, are also answered one by one for the time to first token.
         answer_tokens: greedy answers of at most so many tokens are compared with the gold ones by F1; 0
             writes none.
@@ -46,7 +46,7 @@ class Plan:
         scored: whether quality is measured; without, only times are.
     """
 
-    policies: tuple[str, ...]
+    subjects: tuple[Subject, ...]
     form: Form = field(default_factory=Form)
     timed: int = 3
     answer_tokens: int = 0
@@ -64,17 +64,16 @@ def run_evaluation(
         tell: is told what is being done, and what could not be.
 
     Raises:
-        BadRequestError: a policy does not exist, or no task fits into the model's context.
+        BadRequestError: there is nothing to evaluate, or no task fits into the model's context.
         MemKVError: whatever stops an engine from working.
     """
-    subjects = [parse_subject(name) for name in plan.policies]
-    if not subjects:
+    if not plan.subjects:
         raise BadRequestError("no policy to evaluate", hint="name at least one, for example map")
     tell(f"loading {config.model.model}")
     model = load_language_model(config)
     embedder = load_embedder(config)
     tokenizer = TextTokenizer(model.tokenizer)
-    template = PromptTemplate.from_tokenizer(tokenizer)
+    template = PromptTemplate.from_tokenizer(tokenizer, plan.form.system_prompt or SYSTEM_PROMPT)
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
     prompts = list(_that_fit(maker, tasks, tell))
@@ -83,14 +82,14 @@ def run_evaluation(
         layout = engine.layout(config.kv.block_size)
         run = _Run(
             EngineSubjects(engine, maker.prefix, config.kv.block_size),
-            CacheBlend(model, layout),
+            PrivateCopies(model, layout),
             maker.prefix.num_tokens,
             layout.bytes_per_token,
             tokenizer,
             plan,
             tell,
         )
-        rows = run.rows(prompts, maker, subjects)
+        rows = run.rows(prompts, maker)
     gpu = torch.device(model.device).type == "cuda"
     fingerprint = fingerprint_of(model, layout, maker.prefix.token_ids)
     return Study(
@@ -142,7 +141,7 @@ class _Run:
     def __init__(
         self,
         engine: EngineSubjects,
-        blend: CacheBlend,
+        copies: PrivateCopies,
         prefix_tokens: int,
         bytes_per_token: int,
         tokenizer: TextTokenizer,
@@ -150,7 +149,7 @@ class _Run:
         tell: Tell,
     ) -> None:
         self._engine = engine
-        self._blend = blend
+        self._copies = copies
         self._prefix_tokens = prefix_tokens
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
@@ -158,9 +157,10 @@ class _Run:
         self._tell = tell
         self._found: dict[tuple[str, str], _Measured] = defaultdict(_Measured)  # by kind and policy
 
-    def rows(self, prompts: Sequence[Prompt], maker: PromptMaker, subjects: Sequence[Subject]) -> list[Row]:
-        own = [parse_subject(FULL), *(each for each in subjects if each.share is None and each.name != FULL)]
-        peers = [subject for subject in subjects if subject.share is not None]
+    def rows(self, prompts: Sequence[Prompt], maker: PromptMaker) -> list[Row]:
+        subjects = [parse_subject(FULL), *(each for each in self._plan.subjects if each.name != FULL)]
+        own = [subject for subject in subjects if subject.peer is None]
+        peers = [subject for subject in subjects if subject.peer is not None]
         for kind in dict.fromkeys(prompt.task.kind for prompt in prompts):
             self._time([prompt for prompt in prompts if prompt.task.kind == kind][: self._plan.timed], own)
         if self._plan.scored:
@@ -191,11 +191,11 @@ class _Run:
             full = scored[0]
             for subject, one in zip(own, scored, strict=True):
                 self._note(prompt, subject.name, one, full)
-            shares = [subject.share for subject in peers if subject.share is not None]
-            logits = self._blend.logits(prompt, maker.prefix, shares) if shares else []
-            for subject, share, row in zip(peers, shares, logits, strict=True):
-                later = prompt.chunk_tokens - prompt.chunks[0].num_tokens
-                self._note(prompt, subject.name, Scored(row, round(share * later)), full)
+            later = prompt.chunk_tokens - prompt.chunks[0].num_tokens
+            ways = [subject.peer for subject in peers if subject.peer is not None]
+            logits = self._copies.logits(prompt, maker.prefix, ways) if ways else []
+            for subject, way, row in zip(peers, ways, logits, strict=True):
+                self._note(prompt, subject.name, Scored(row, round(way.share * later)), full)
         if self._plan.answer_tokens:
             self._answer(prompts, own)
 

@@ -21,15 +21,13 @@ class Estimate(msgspec.Struct, frozen=True):
 def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
     """The mean of paired differences and its percentile bootstrap interval, over questions.
 
-    One value has no interval: both ends are infinite. (Efron and Tibshirani, An introduction to the
-    bootstrap, 1993, section 13.)
+    Of few questions it says little. (Efron and Tibshirani, An introduction to the bootstrap, 1993, section 13.)
+
+    Raises ValueError without values.
     """
     sample = np.asarray(values, dtype=np.float64)
     if not len(sample):
-        return Estimate(float("nan"), float("-inf"), float("inf"))
-    mean = float(sample.mean())
-    if len(sample) == 1:
-        return Estimate(mean, float("-inf"), float("inf"))
+        raise ValueError("a mean of nothing")
     source = np.random.default_rng(seed)
     means = np.concatenate(
         [
@@ -38,4 +36,4 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
         ]
     )
     low, high = np.percentile(means, (2.5, 97.5))
-    return Estimate(mean, float(low), float(high))
+    return Estimate(float(sample.mean()), float(low), float(high))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -14,11 +14,11 @@ from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import BlockMass, Exact, LookRequest, MappedChunk, ReusePolicy, parse_policy
 from memkv.engine.sampler import Sampling
 from memkv.errors import BadRequestError
+from memkv.eval.peers import Peer
 from memkv.eval.prompts import Prompt
 from memkv.kv.chunk import ChunkKV
 
 FULL = "full"
-CACHEBLEND = "cacheblend"
 
 
 class NoSource:
@@ -33,28 +33,38 @@ class NoSource:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A policy, a full prefill or a peer. `share`: of tokens, of the peer CacheBlend."""
+    """A policy, a full prefill or a peer."""
 
     name: str
-    policy: ReusePolicy
+    policy: ReusePolicy = field(default_factory=Exact)
     reuse: Reuse = "auto"
-    share: float | None = None
+    peer: Peer | None = None
 
 
 def parse_subject(text: str) -> Subject:
-    """A policy's name, `full`, or `cacheblend:r`. Raises `BadRequestError`."""
+    """A policy's name, `full`, or a peer: `cacheblend:r`, `alone`, `temperature:t`. Raises `BadRequestError`."""
     name, _, parameter = text.partition(":")
     if text == FULL:
-        return Subject(FULL, Exact(), "off")
-    if name != CACHEBLEND:
-        return Subject(text, parse_policy(text))
+        return Subject(FULL, reuse="off")
+    if text == "alone":
+        return Subject(text, peer=Peer(behind_prefix=False))
+    if name == "cacheblend":
+        return Subject(text, peer=Peer(share=_fraction(text, parameter or "0.15")))
+    if name == "temperature":
+        return Subject(text, peer=Peer(temperature=_fraction(text, parameter or "0.9")))
+    return Subject(text, parse_policy(text))
+
+
+def _fraction(text: str, parameter: str) -> float:
     try:
-        share = float(parameter or "0.15")
+        value = float(parameter)
     except ValueError:
-        share = -1.0
-    if not 0.0 < share <= 1.0:
-        raise BadRequestError(f"{text!r} is no share of tokens", hint="cacheblend:0.15, for example")
-    return Subject(text, Exact(), share=share)
+        value = -1.0
+    if not 0.0 < value <= 1.0:
+        raise BadRequestError(
+            f"{text!r} is not possible", hint=f"a number up to 1: {text.partition(':')[0]}:0.9"
+        )
+    return value
 
 
 @dataclass(frozen=True, slots=True)
