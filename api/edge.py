@@ -7,6 +7,7 @@ length. The body itself is counted as the application reads it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -38,6 +39,7 @@ from memkv.loopback import is_loopback
 
 PROBES = frozenset({"/healthz", "/readyz"})
 BODY_SECONDS = 120.0  # for the whole body: a client that drips it does not hold a request open for ever
+DISCARD_SECONDS = 30.0  # for the rest of a body that is refused
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _PORT = re.compile(r":\d*$")
@@ -74,18 +76,27 @@ class Edge:
                 exchange.log()
 
     async def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _BodyReader(receive, self._config.max_body_bytes, exchange)
+        end: Message | None = None  # of an answer that came before the body's end
+
         async def tracked_send(message: Message) -> None:
-            await send(exchange.track(message))
+            nonlocal end
+            exchange.track(message)
+            if exchange.complete and not body.complete:
+                end = {"type": "http.response.body", "body": b"", "more_body": False}
+                message = {**message, "more_body": True}  # type: ignore[assignment,misc]
+            await send(message)
 
         if scope["path"] in PROBES:
             await self._app(scope, receive, tracked_send)
-            return
-        refusal = self._refusal(exchange)
-        if refusal is not None:
+        elif (refusal := self._refusal(exchange)) is not None:
             await _send_problem(refusal, exchange, tracked_send)
-            return
-        with self._drain.request():
-            await self._app(scope, _BodyReader(receive, self._config.max_body_bytes), tracked_send)
+        else:
+            with self._drain.request():
+                await self._app(scope, body, tracked_send)
+        if end is not None:
+            await body.discard()
+            await send(end)
 
     def _refusal(self, exchange: _Exchange) -> MemKVError | None:
         if self._drain.draining:
@@ -121,17 +132,39 @@ def too_large(max_body_bytes: int) -> PayloadTooLargeError:
 
 
 class _BodyReader:
-    """`receive` that counts the body's bytes, waits only so long, and tells of a client that left."""
+    """`receive` that counts the body's bytes, waits only so long, and tells of a client that left.
 
-    def __init__(self, receive: Receive, max_body_bytes: int) -> None:
+    Attributes:
+        complete: nothing more will come.
+    """
+
+    def __init__(self, receive: Receive, max_body_bytes: int, exchange: _Exchange) -> None:
         self._receive = receive
         self._left = max_body_bytes
         self._limit = max_body_bytes
-        self._complete = False
         self._deadline = time.monotonic() + BODY_SECONDS
+        self._awaits_leave = exchange.header(b"expect").lower() == "100-continue"
+        self.complete = exchange.header(b"content-length") in ("", "0") and not exchange.header(
+            b"transfer-encoding"
+        )
+
+    async def discard(self) -> None:
+        """Reads on to the body's end and keeps nothing, but only so long.
+
+        Many clients send all of it before they read the answer, and a connection that closes on bytes which
+        nobody has read is reset: then the answer is lost.
+        """
+        if self._awaits_leave:  # which it has not got: it will not send
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while not self.complete:
+                    message = await self._receive()
+                    self.complete = not message.get("more_body", False)
 
     async def __call__(self) -> Any:
-        if self._complete:
+        self._awaits_leave = False
+        if self.complete:
             return await self._receive()
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
@@ -144,7 +177,7 @@ class _BodyReader:
             self._left -= len(message["body"])
             if self._left < 0:
                 raise too_large(self._limit)
-            self._complete = not message.get("more_body", False)
+            self.complete = not message.get("more_body", False)
         return message
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 
 import httpx2
@@ -59,6 +62,50 @@ class TestSize:
             head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 99999999999999999999\r\n\r\n".encode())
             assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+
+    @pytest.mark.parametrize("connection", ["close", "keep-alive"])
+    @pytest.mark.parametrize("size", [200_000, 30_000_000])
+    def test_a_client_that_sends_all_before_it_reads(
+        self, server: LiveServer, connection: str, size: int
+    ) -> None:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as client:
+            client.request("POST", PATH, b"a" * size, {**JSON, "Connection": connection})
+            answer = client.getresponse()
+            assert (answer.status, json.loads(answer.read())["code"]) == (413, "payload_too_large")
+
+    @pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+    @pytest.mark.parametrize("version", ["1.0", "1.1"])
+    def test_a_socket_that_sends_all_before_it_reads(
+        self, server: LiveServer, version: str, kind: str
+    ) -> None:
+        size = 30_000_000
+        head = f"POST {PATH} HTTP/{version}\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            sock.sendall(f"{head}Connection: close\r\nContent-Length: {size}\r\n\r\n".encode())
+            sock.sendall(b"a" * size)
+            time.sleep(0.2)
+            received = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 413")
+        assert received.endswith(b"}")
+
+    def test_a_refused_form_whose_rest_nobody_reads(self, server: LiveServer) -> None:
+        size = 90_000
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            sock.sendall(f"{head}Connection: close\r\nContent-Length: {size}\r\n\r\n".encode())
+            time.sleep(0.2)
+            sock.sendall(b"a" * size)
+            received = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 415")
+
+    def test_one_that_waits_for_leave_to_send_is_not_waited_for(self, server: LiveServer) -> None:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(
+                f"{head}Connection: close\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n".encode()
+            )
+            received = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 413")
 
     def test_a_body_that_ends_early(self, server: LiveServer, fake: FakeMemory) -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
