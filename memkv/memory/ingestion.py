@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 import structlog
@@ -213,20 +214,20 @@ class Ingestion:
         group_bytes = sum(run.sizes[work.document.id] for work in group)
         size = self._parts.config.ingest.batch_chunks
 
-        def tell(prefilled: int) -> None:
-            run.ahead = group_bytes * prefilled // len(missing)
+        def tell(before: int, done: int, _: int = 0) -> None:
+            run.ahead = group_bytes * (before + done) // len(missing)
             self._progress(run, "prefilling")
 
         for first in range(0, len(missing), size):
             self._stop_if_asked()
-            tell(first)
+            tell(first, 0)
             refs = missing[first : first + size]
             made = self._parts.engine.prefill(
                 collection.prefix,
                 refs,
                 collection.kv,
                 block_size=collection.row.block_size,
-                on_progress=lambda done, _, before=first: tell(before + done),
+                on_progress=partial(tell, first),
             )
             collection.kv.publish(list(zip(refs, made, strict=True)))
             counts.chunks_prefilled += len(refs)
