@@ -84,7 +84,7 @@ class Edge:
             exchange.track(message)
             if exchange.complete and not body.complete:
                 end = {"type": "http.response.body", "body": b"", "more_body": False}
-                message = {**message, "more_body": True}  # type: ignore[assignment,misc]
+                message = {**message, "more_body": True}  # type: ignore[assignment]
             await send(message)
 
         if scope["path"] in PROBES:
