@@ -7,9 +7,10 @@
 // A tile is all rows of a sequence, so that each (head, block) is summed by one warp, in one order,
 // and stored once: no atomics. Grid and ranges as in few_queries.cuh. A part of a range within one
 // segment is taken in batches of kMassStages stages; the query comes in chunks of four tiles of 8
-// tokens of one head, turned by the four warps for all of them. Keys go from memory to registers: a
-// lane loads 16 bytes of its token, the dimensions 8 * (4j + q) .., and the query lies in the same
-// order, which is all that a contraction asks for.
+// rows, turned by the four warps for all of them. A tile's rows are 8 tokens of one head; or, where
+// there is one token, its heads. Keys go from memory to registers: a lane loads 16 bytes of its
+// token, the dimensions 8 * (4j + q) .., and the query lies in the same order, which is all that a
+// contraction asks for.
 #pragma once
 
 #include "few_queries.cuh"
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kMassWarps * 32)
   float* const sums = reinterpret_cast<float*>(shared + at.sums);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
   const WorkHeader header = *work.header;
-  const ScoreScale scaled{call.scale, call.softcap};
+  const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
   const int blocks_of_stage = stage_tokens / block_size, group = call.group();
@@ -63,30 +64,32 @@ __global__ void __launch_bounds__(kMassWarps * 32)
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
       const QueryTile tile = work.tiles[start.tile];
-      const int taken = min(left, tile.unit_length - start.stage);
+      const int taken = min(left, start.unit_length - start.stage);
       const int end = start.stage + taken;
       const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const int num_segments = call.plan.segment_start[tile.sequence + 1] - first_segment;
       const int64_t first_token = call.plan.query_start[tile.sequence];
       const int num_tokens = call.plan.query_start[tile.sequence + 1] - int(first_token);
-      const int tiles_of_head = (num_tokens + 7) / 8;
-      const StageRun* runs = work.runs + tile.first_run;
-      StageCursor cursor(runs, num_segments, start.stage);
+      const bool by_head = num_tokens == 1 && group <= 8;  // a row is a head, not a token
+      const int tiles_of_head = by_head ? 1 : (num_tokens + 7) / 8;
+      const int num_tiles = by_head ? 1 : group * tiles_of_head;
+      StageCursor cursor(work.runs + start.first_run, start.num_runs, start.stage);
 
       for (int begin = start.stage; begin < end;) {
         cursor.enter(begin);
         const Segment segment = call.plan.segments[first_segment + cursor.run];
-        const int batch_end = min(min(end, begin + kMassStages), runs[cursor.run + 1].stages_before);
+        const int batch_end = min(min(end, begin + kMassStages), cursor.end());
         const int count = batch_end - begin, in_segment = cursor.stage_of_segment(begin);
+        const TileView view(segment, tile.least_position, tile.most_position, call.window);
         const float* turn = turn_of(call, segment, first_segment + cursor.run);
         for (int i = threadIdx.x; i < count * group * 2; i += kMassWarps * 32) sums[i] = 0.0f;
 
-        for (int chunk = 0; chunk < group * tiles_of_head; chunk += kMassWarps) {
+        for (int chunk = 0; chunk < num_tiles; chunk += kMassWarps) {
           __syncthreads();
-          // This warp turns 8 rows: tokens of one head.
-          if (chunk + warp < group * tiles_of_head) {
-            const int head = (chunk + warp) / tiles_of_head;
-            const int token = (chunk + warp) % tiles_of_head * 8 + g;
+          // This warp turns 8 rows.
+          if (chunk + warp < num_tiles) {
+            const int head = by_head ? min(g, group - 1) : (chunk + warp) / tiles_of_head;
+            const int token = by_head ? 0 : (chunk + warp) % tiles_of_head * 8 + g;
+            const bool used = by_head ? g < group : token < num_tokens;
             const int64_t row = first_token + min(token, num_tokens - 1);
             const int64_t offset = call.q.offset(row, start.kv_head * group + head);
             const auto load = [&](int d) { return load_two(call.q, offset + d); };
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(kMassWarps * 32)
               const int d = 8 * (4 * j + q);
               for (int m = 0; m < 2; ++m) {
                 uint32_t b0[2] = {}, b1[2] = {};
-                if (d < kHeadDim && token < num_tokens) {
+                if (d < kHeadDim && used) {
                   const float2 low = turned_two(load, turn, pairs, d + 4 * m);
                   const float2 high = turned_two(load, turn, pairs, d + 4 * m + 2);
                   split<T, 2>(low.x, low.y, b0);
@@ -104,15 +107,14 @@ __global__ void __launch_bounds__(kMassWarps * 32)
               }
             }
             if (q == 0) {
-              positions[warp * 8 + g] =
-                  token < num_tokens ? call.plan.query_position[row] : -1;  // sees nothing
+              positions[warp * 8 + g] = used ? call.plan.query_position[row] : -1;  // sees nothing
               lses[warp * 8 + g] =
                   call.lse[row * call.num_heads + start.kv_head * group + head] * kLog2E;
             }
           }
           __syncthreads();
 
-          const int tiles = min(kMassWarps, group * tiles_of_head - chunk);
+          const int tiles = min(kMassWarps, num_tiles - chunk);
           for (int s = warp; s < count; s += kMassWarps) {
             const int32_t* ids =
                 call.plan.block_ids + segment.first_entry + (in_segment + s) * blocks_of_stage;
@@ -139,6 +141,11 @@ __global__ void __launch_bounds__(kMassWarps * 32)
                                 : uint4{};
                 }
               }
+              // Rows are all of use, and see all 16 tokens: the usual case needs no masks.
+              const bool edge = by_head || (chunk + tiles) * 8 > group * num_tokens ||
+                                token0 < view.every_begin || token0 + 16 > view.every_end ||
+                                num_tokens % 8 != 0;
+              float mass[2][2] = {};  // of rows 2q and 2q + 1, of tokens 0..7 and 8..15
               for (int t = 0; t < tiles; ++t) {
                 float score[4] = {}, rest[4] = {};
 #pragma unroll
@@ -152,25 +159,48 @@ __global__ void __launch_bounds__(kMassWarps * 32)
                   Numbers::multiply_add(score, a1, second.x, second.y);
                   Numbers::multiply_add(rest, a1, second.z, second.w);
                 }
-                float mass[2] = {0.0f, 0.0f};  // of tokens 0..7, of tokens 8..15
+                const float2 lse = *reinterpret_cast<const float2*>(lses + t * 8 + 2 * q);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) score[i] = score[i] + rest[i];
+                scaled(score);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                  const int row = t * 8 + 2 * q + i % 2, token = token0 + g + i / 2 * 8;
-                  const TokenRange sees = visible_tokens(segment, positions[row], call.window);
-                  if (token >= sees.begin && token < sees.end) {
-                    mass[i / 2] = mass[i / 2] + exp2_of(scaled(score[i] + rest[i]) - lses[row]);
+                  float one = exp2_of(score[i] - (i % 2 == 0 ? lse.x : lse.y));
+                  if (edge) {
+                    const int token = token0 + g + i / 2 * 8;
+                    const TokenRange sees =
+                        visible_tokens(segment, positions[t * 8 + 2 * q + i % 2], call.window);
+                    if (token < sees.begin || token >= sees.end) one = 0.0f;
+                  }
+                  mass[i % 2][i / 2] += one;
+                }
+                // The last tile of a head: lanes add up, once.
+                const int of = (chunk + t) / tiles_of_head;
+                if (t + 1 < tiles && (chunk + t + 1) / tiles_of_head == of) continue;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                  if (!by_head) mass[0][i] += mass[1][i];
+#pragma unroll
+                  for (int across = 4; across < 32; across *= 2) {
+                    mass[0][i] += __shfl_xor_sync(kAllLanes, mass[0][i], across);
+                    mass[1][i] += __shfl_xor_sync(kAllLanes, mass[1][i], across);
+                  }
+                  if (!by_head) {
+                    mass[0][i] += __shfl_xor_sync(kAllLanes, mass[0][i], 1);
+                    mass[0][i] += __shfl_xor_sync(kAllLanes, mass[0][i], 2);
                   }
                 }
+                if (by_head ? g == 0 : lane == 0) {
 #pragma unroll
-                for (int across = 1; across < 32; across *= 2) {
-                  mass[0] = mass[0] + __shfl_xor_sync(kAllLanes, mass[0], across);
-                  mass[1] = mass[1] + __shfl_xor_sync(kAllLanes, mass[1], across);
+                  for (int i = 0; i < 2; ++i) {
+                    const int head = by_head ? 2 * q + i : of + i * group;
+                    if (head >= group) continue;
+                    float* sum = sums + (s * group + head) * 2;
+                    sum[0] += mass[i][0];
+                    sum[1] += mass[i][1];
+                  }
                 }
-                if (lane == 0) {
-                  float* sum = sums + (s * group + (chunk + t) / tiles_of_head) * 2;
-                  sum[0] = sum[0] + mass[0];
-                  sum[1] = sum[1] + mass[1];
-                }
+                mass[0][0] = mass[0][1] = mass[1][0] = mass[1][1] = 0.0f;
               }
             }
           }
@@ -193,13 +223,7 @@ __global__ void __launch_bounds__(kMassWarps * 32)
       }
 
       left -= taken;
-      start.stage = 0;
-      if (++start.kv_head == call.cache.num_kv_heads) {
-        start.kv_head = 0;
-        do {
-          ++start.tile;
-        } while (left > 0 && work.tiles[start.tile].unit_length == 0);
-      }
+      next_unit(work, call.plan, start, left);
     }
   }
 }

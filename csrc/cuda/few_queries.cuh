@@ -6,8 +6,8 @@
 // Grid: as many blocks as the device holds, one range of the flat work each (work_split.h). The
 // stages of a range's part of a unit are dealt to the block's warps in runs, so that a warp turns
 // its query once for a run. Each warp has a ring of some stages of its own in shared memory, which
-// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear
-// memory, one instruction. No barrier between warps until the part is done.
+// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear memory, one
+// instruction. No barrier between warps until the part is done.
 //
 //     ring of a warp     | K i | V i | K i+1 | V i+1 | K i+2 | V i+2 |      K i+3 is asked for when
 //                          ^ S^T, then weights, then ^ O^T                  K i has been read
@@ -35,18 +35,22 @@ class StageCursor {
   int run;  // in the tile, as the segment in the sequence
 
   __device__ __forceinline__ StageCursor(const StageRun* runs, int num_runs, int stage)
-      : run(0), runs_(runs), before_(0), end_(0), first_(0) {
+      : run(0), runs_(runs), at_{}, end_(0) {
     const int lane = threadIdx.x % 32;
-    for (int base = 0; base < num_runs; base += 32) {
-      const int mine = base + lane;
-      const bool past = mine < num_runs && runs[mine + 1].stages_before > stage;
-      const unsigned found = __ballot_sync(kAllLanes, past);
-      if (found != 0) {
-        run = base + __ffs(found) - 1;
-        break;
-      }
+    for (int base = 0; base < num_runs; base += 31) {  // a lane's run ends where the next begins
+      const StageRun mine = runs[min(base + lane, num_runs)];
+      const int end = __shfl_down_sync(0xffffffffu, mine.stages_before, 1);
+      const unsigned found = __ballot_sync(0xffffffffu, lane < 31 && end > stage);
+      if (found == 0) continue;
+      const int of = __ffs(found) - 1;
+      run = base + of;
+      end_ = __shfl_sync(0xffffffffu, end, of);
+      at_ = {__shfl_sync(0xffffffffu, mine.stages_before, of),
+             __shfl_sync(0xffffffffu, mine.first_stage, of),
+             __shfl_sync(0xffffffffu, mine.first_entry, of),
+             __shfl_sync(0xffffffffu, mine.num_tokens, of)};
+      return;
     }
-    load();
   }
 
   // Moves to the run that holds the stage; true if that is another one. Never goes back.
@@ -54,25 +58,23 @@ class StageCursor {
     if (stage < end_) return false;
     do {
       ++run;
-      load();
+      at_ = runs_[run];
+      end_ = runs_[run + 1].stages_before;
     } while (stage >= end_);
     return true;
   }
 
   __device__ __forceinline__ int stage_of_segment(int stage) const {
-    return first_ + stage - before_;
+    return at_.first_stage + stage - at_.stages_before;
   }
+  __device__ __forceinline__ int first_entry() const { return at_.first_entry; }
+  __device__ __forceinline__ int num_tokens() const { return at_.num_tokens; }
+  __device__ __forceinline__ int end() const { return end_; }
 
  private:
-  __device__ __forceinline__ void load() {
-    const StageRun at = runs_[run];
-    before_ = at.stages_before;
-    first_ = at.first_stage;
-    end_ = runs_[run + 1].stages_before;
-  }
-
   const StageRun* runs_;
-  int before_, end_, first_;
+  StageRun at_;
+  int end_;
 };
 
 template <typename T, int kHeadDim, int kTiles, int kTerms>
@@ -80,6 +82,7 @@ struct FewQueries {
   static constexpr int kRows = 8 * kTiles;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
+  static constexpr int kAtOnce = kTiles * kSteps > 16 ? 2 : 4;  // fragments on their way
   static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
@@ -95,7 +98,7 @@ struct FewQueries {
       query = ring + warps * stages * 2 * slab;
       rows = query + warps * kQueryBytes;
       states = rows + kRows * kRowFloats * 4;
-      positions = states + warps * kRows * 8;
+      positions = states + warps * kRows * 16;
       barriers = positions + kRows * 4;
       flag = barriers + warps * stages * 2 * 8;
       bytes = flag + 16;
@@ -130,10 +133,10 @@ class StageRing {
   struct Blocks {
     int32_t id[2];
   };
-  __device__ __forceinline__ Blocks blocks_of(const Segment& segment, int stage) const {
-    const int32_t first = stage * blocks_;
-    const int32_t* ids = block_ids_ + segment.first_entry + first;
-    const bool two = blocks_ == 2 && (first + 1) * cache_.block_size < segment.num_tokens;
+  __device__ __forceinline__ Blocks blocks_of(const StageCursor& cursor, int stage) const {
+    const int32_t first = cursor.stage_of_segment(stage) * blocks_;
+    const int32_t* ids = block_ids_ + cursor.first_entry() + first;
+    const bool two = blocks_ == 2 && (first + 1) * cache_.block_size < cursor.num_tokens();
     return {{__ldg(ids), two ? __ldg(ids + 1) : -1}};
   }
 
@@ -150,12 +153,16 @@ class StageRing {
     if (threadIdx.x % 32 == 0) {
       const uint32_t barrier = barriers_ + (2 * slot + part) * 8;
       barrier_expect(barrier, count * block_bytes_);
-      for (int i = 0; i < count; ++i) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == count) break;
         copy_bulk(to + i * block_bytes_, base + blocks.id[i] * stride, block_bytes_, barrier);
       }
     }
 #else
-    for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == count) break;
       const char* from = base + blocks.id[i] * stride;
       for (int at = threadIdx.x % 32 * 16; at < block_bytes_; at += 32 * 16) {
         copy_async_16(to + i * block_bytes_ + at, from + at, 16);
@@ -201,6 +208,25 @@ class StageRing {
   uint32_t parity_;
 };
 
+// From the end of a unit to the next, over tiles that see nothing.
+__device__ __forceinline__ void next_unit(const Work& work,
+                                          const StepPlan& plan,
+                                          RangeStart& at,
+                                          int left) {
+  at.stage = 0;
+  at.unit_begin += at.unit_length;
+  if (++at.kv_head < work.shape.num_kv_heads || left <= 0) return;
+  at.kv_head = 0;
+  do {
+    ++at.tile;
+  } while (work.tiles[at.tile].unit_length == 0);
+  const QueryTile tile = work.tiles[at.tile];
+  at.first_run = tile.first_run;
+  at.num_runs = plan.segment_start[tile.sequence + 1] - plan.segment_start[tile.sequence];
+  at.num_stages = tile.num_stages;
+  at.unit_length = tile.unit_length;
+}
+
 // Elements of a 16-token tile at or past `valid`, where memory may hold anything, become 0.
 __device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
   const int token = lane % 4 * 2;
@@ -227,11 +253,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
   const typename Loop::Layout at(num_warps, num_stages, stage_tokens);
   uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kQueryBytes);
   float* const rows = reinterpret_cast<float*>(shared + at.rows);
-  float2* const states = reinterpret_cast<float2*>(shared + at.states);
+  RowSums* const states = reinterpret_cast<RowSums*>(shared + at.states);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
   int* const flag = reinterpret_cast<int*>(shared + at.flag);
   const WorkHeader header = *work.header;
-  const ScoreScale scaled{call.scale, call.softcap};
+  const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
 
   const uint32_t barriers = shared_address(shared + at.barriers) + warp * num_stages * 2 * 8;
@@ -261,54 +287,54 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
     RangeStart start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
-      const QueryTile tile = work.tiles[start.tile];
-      const int taken = min(left, tile.unit_length - start.stage);
-      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
-      const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const int num_segments = call.plan.segment_start[tile.sequence + 1] - first_segment;
-      const Segment* segments = call.plan.segments + first_segment;
+      const int taken = min(left, start.unit_length - start.stage);
+      const int begin = start.stage, end = min(begin + taken, start.num_stages);
 
-      // 1. Ask for the first stages.
+      // 1. Ask for the first stages. Block ids are read a stage before they are asked for.
       const int my_begin = begin + (end - begin) * warp / num_warps;
       const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
-      StageCursor asked(work.runs + tile.first_run, num_segments, my_begin);
+      StageCursor asked(work.runs + start.first_run, start.num_runs, my_begin);
       StageCursor taken_from = asked;
-      Segment asked_of = segments[asked.run];
-      const auto ask_keys = [&](int stage, int ahead) {
-        if (asked.enter(stage)) asked_of = segments[asked.run];
-        const auto blocks = ring.blocks_of(asked_of, asked.stage_of_segment(stage));
-        ring.ask(0, ahead, blocks, start.kv_head);
-        return blocks;
+      StageRing::Blocks next{{0, -1}};
+      const auto look_up = [&](int stage) {
+        if (stage >= my_end) return;
+        asked.enter(stage);
+        next = ring.blocks_of(asked, stage);
       };
+      look_up(my_begin);
       for (int i = 0; i < num_stages; ++i) {
-        StageRing::Blocks blocks{{0, -1}};
-        if (my_begin + i < my_end) blocks = ask_keys(my_begin + i, i);
+        const StageRing::Blocks blocks = next;
+        const bool some = my_begin + i < my_end;
+        look_up(my_begin + i + 1);
+        if (some) ring.ask(0, i, blocks, start.kv_head);
         ring.commit();
-        if (my_begin + i < my_end) ring.ask(1, i, blocks, start.kv_head);
+        if (some) ring.ask(1, i, blocks, start.kv_head);
         ring.commit();
       }
 
-      // 2. The query rows, and where they stand.
-      for (int i = threadIdx.x; i < Loop::kRows * (kHeadDim / 2); i += blockDim.x) {
-        const int row = i / (kHeadDim / 2), d = i % (kHeadDim / 2) * 2;
-        float2 two{};
-        if (row < tile.num_rows) {
-          const RowPlace place = place_of(call, tile, start.kv_head, row);
-          two = load_two(call.q, call.q.offset(place.token, place.head) + d);
+      // 2. The query rows, and where they stand: a warp takes a row.
+      const QueryTile tile = work.tiles[start.tile];
+      const int32_t first_segment = call.plan.segment_start[tile.sequence];
+      const Segment* segments = call.plan.segments + first_segment;
+      for (int row = warp; row < Loop::kRows; row += num_warps) {
+        const bool used = row < tile.num_rows;
+        const RowPlace place =
+            place_of(call, tile, start.kv_head, used ? row : tile.num_rows - 1);
+        const int64_t offset = call.q.offset(place.token, place.head);
+#pragma unroll
+        for (int d = 2 * lane; d < kHeadDim; d += 64) {
+          *reinterpret_cast<float2*>(rows + row * Loop::kRowFloats + d) =
+              used ? load_two(call.q, offset + d) : float2{};
         }
-        *reinterpret_cast<float2*>(rows + row * Loop::kRowFloats + d) = two;
-      }
-      if (threadIdx.x < Loop::kRows) {
-        const int row = min(int(threadIdx.x), tile.num_rows - 1);
-        positions[threadIdx.x] =
-            call.plan.query_position[place_of(call, tile, start.kv_head, row).token];
+        if (lane == 0) positions[row] = call.plan.query_position[place.token];
       }
       __syncthreads();
 
-      float top[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
+      float top[kTiles][2], exact[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         top[t][0] = top[t][1] = kMinusInfinity;
+        exact[t][0] = exact[t][1] = 0.0f;
 #pragma unroll
         for (int m = 0; m < kSteps; ++m) {
           out[t][m][0] = out[t][m][1] = out[t][m][2] = out[t][m][3] = 0.0f;
@@ -353,35 +379,53 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
           const uint32_t keys = ring.keys() + k_lane + part * 16;
           const uint32_t values = ring.values() + v_lane + part * 2;
 
-          // Scores of 16 tokens.
-          float score[kTiles][4], rest[kTiles][4];
+          // Scores of 16 tokens, in sums of every other step: products in a row wait for each
+          // other. Fragments are loaded some steps at once.
+          float score[kTiles][4][4];  // [tile][term pair, step % 2][element]
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) score[t][i] = rest[t][i] = 0.0f;
+            for (int i = 0; i < 16; ++i) score[t][i / 4][i % 4] = 0.0f;
           }
 #pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            const Fragment k = load_matrices(keys + step * step_bytes);
+          for (int base = 0; base < kSteps; base += Loop::kAtOnce) {
+            Fragment k[Loop::kAtOnce];
+            uint4 b[kTiles][Loop::kAtOnce];
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-              const uint4 b = query[(t * kSteps + step) * 32 + lane];
-              Numbers::multiply_add(score[t], k.r, b.x, b.y);
-              Numbers::multiply_add(rest[t], k.r, b.z, b.w);
-              if constexpr (kTerms == 3) {
-                const uint2 c = reinterpret_cast<const uint2*>(
-                    query + kTiles * kSteps * 32)[(t * kSteps + step) * 32 + lane];
-                Numbers::multiply_add(rest[t], k.r, c.x, c.y);
+            for (int i = 0; i < Loop::kAtOnce; ++i) {
+              if (base + i >= kSteps) break;
+              k[i] = load_matrices(keys + (base + i) * step_bytes);
+#pragma unroll
+              for (int t = 0; t < kTiles; ++t) {
+                b[t][i] = query[(t * kSteps + base + i) * 32 + lane];
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < Loop::kAtOnce; ++i) {
+              if (base + i >= kSteps) break;
+#pragma unroll
+              for (int t = 0; t < kTiles; ++t) {
+                Numbers::multiply_add(score[t][i % 2], k[i].r, b[t][i].x, b[t][i].y);
+                Numbers::multiply_add(score[t][2 + i % 2], k[i].r, b[t][i].z, b[t][i].w);
+                if constexpr (kTerms == 3) {
+                  const uint2 c = reinterpret_cast<const uint2*>(
+                      query + kTiles * kSteps * 32)[(t * kSteps + base + i) * 32 + lane];
+                  Numbers::multiply_add(score[t][2 + i % 2], k[i].r, c.x, c.y);
+                }
               }
             }
           }
           if (last_part) {  // K is read: ask for what takes its place.
             __syncwarp();
-            if (stage + num_stages < my_end) later = ask_keys(stage + num_stages, 0);
+            if (stage + num_stages < my_end) {
+              later = next;
+              look_up(stage + num_stages + 1);
+              ring.ask(0, 0, later, start.kv_head);
+            }
             ring.commit();
           }
 
-          // Weights.
+          // Weights. The maximum of a row rises seldom: only then do lanes tell each other.
           const bool edge =
               first_token < view.every_begin || first_token + 16 > view.every_end;
           uint32_t weight[kTiles][kWeightTerms][2];
@@ -389,7 +433,10 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
           for (int t = 0; t < kTiles; ++t) {
             float s[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[i] = scaled(score[t][i] + rest[t][i]);
+            for (int i = 0; i < 4; ++i) {
+              s[i] = (score[t][0][i] + score[t][1][i]) + (score[t][2][i] + score[t][3][i]);
+            }
+            scaled(s);
             if (edge) {
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
@@ -400,20 +447,21 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
                 s[i + 2] = high >= sees.begin && high < sees.end ? s[i + 2] : kMinusInfinity;
               }
             }
-            float raised[2] = {larger(s[0], s[2]), larger(s[1], s[3])};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-              for (int across = 4; across < 32; across *= 2) {
-                raised[i] = larger(raised[i], __shfl_xor_sync(kAllLanes, raised[i], across));
-              }
-              raised[i] = larger(raised[i], top[t][i]);
-            }
+            float raised[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
             if (__any_sync(kAllLanes, raised[0] > top[t][0] || raised[1] > top[t][1])) {
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int across = 4; across < 32; across *= 2) {
+                  raised[i] = fmaxf(raised[i], __shfl_xor_sync(kAllLanes, raised[i], across));
+                }
+              }
               SoftmaxState<float> state[2] = {{top[t][0], 0.0f}, {top[t][1], 0.0f}};
               const float keep[2] = {state[0].raise(raised[0]), state[1].raise(raised[1])};
-              top[t][0] = raised[0];
-              top[t][1] = raised[1];
+              top[t][0] = state[0].max;
+              top[t][1] = state[1].max;
+              exact[t][0] *= keep[0];
+              exact[t][1] *= keep[1];
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 sum[t][i] *= keep[i % 2];
@@ -422,9 +470,13 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
               }
             }
             const SoftmaxState<float> state[2] = {{top[t][0], 0.0f}, {top[t][1], 0.0f}};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = state[i % 2].weight(s[i]);
+            exact[t][0] += s[0] + s[2];
+            exact[t][1] += s[1] + s[3];
             uint32_t low[kWeightTerms], high[kWeightTerms];
-            split<T, kWeightTerms>(state[0].weight(s[0]), state[1].weight(s[1]), low);
-            split<T, kWeightTerms>(state[0].weight(s[2]), state[1].weight(s[3]), high);
+            split<T, kWeightTerms>(s[0], s[1], low);
+            split<T, kWeightTerms>(s[2], s[3], high);
 #pragma unroll
             for (int i = 0; i < kWeightTerms; ++i) {
               weight[t][i][0] = transpose(low[i]);
@@ -436,14 +488,26 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
           if (part == 0) ring.wait(1);
           const int valid = segment.num_tokens - first_token;
 #pragma unroll
-          for (int m = 0; m < kSteps; ++m) {
-            Fragment v = load_matrices(values + m * step_bytes);
-            if (valid < 16) zero_unused(v, valid, lane);
+          for (int base = 0; base < kSteps; base += Loop::kAtOnce) {
+            Fragment v[Loop::kAtOnce];
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
+            for (int i = 0; i < Loop::kAtOnce; ++i) {
+              if (base + i < kSteps) v[i] = load_matrices(values + (base + i) * step_bytes);
+            }
+            if (valid < 16) {
 #pragma unroll
-              for (int i = 0; i < kWeightTerms; ++i) {
-                Numbers::multiply_add(out[t][m], v.r, weight[t][i][0], weight[t][i][1]);
+              for (int i = 0; i < Loop::kAtOnce; ++i) zero_unused(v[i], valid, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < Loop::kAtOnce; ++i) {
+              if (base + i >= kSteps) break;
+#pragma unroll
+              for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+                for (int term = 0; term < kWeightTerms; ++term) {
+                  Numbers::multiply_add(
+                      out[t][base + i], v[i].r, weight[t][term][0], weight[t][term][1]);
+                }
               }
             }
           }
@@ -452,8 +516,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-            for (int i = 0; i < kWeightTerms; ++i) {
-              Numbers::multiply_add(sum[t], ones, weight[t][i][0], weight[t][i][1]);
+            for (int term = 0; term < kWeightTerms; ++term) {
+              Numbers::multiply_add(sum[t], ones, weight[t][term][0], weight[t][term][1]);
             }
           }
         }
@@ -480,34 +544,41 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
             mine[place_in(row, 16 * m + g)] = out[t][m][i];
             mine[place_in(row, 16 * m + g + 8)] = out[t][m][i + 2];
           }
-          if (g == 0) states[warp * Loop::kRows + row] = {top[t][i], sum[t][i]};
+#pragma unroll
+          for (int across = 4; across < 32; across *= 2) {
+            exact[t][i] += __shfl_xor_sync(kAllLanes, exact[t][i], across);
+          }
+          if (g == 0) {
+            states[warp * Loop::kRows + row] = {top[t][i], sum[t][i], exact[t][i], 0.0f};
+          }
         }
       }
       __syncthreads();
-      constexpr int kFours = kHeadDim / 4;
+      constexpr int kTwos = kHeadDim / 2;
       const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
       const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
-      for (int item = threadIdx.x; item < tile.num_rows * kFours; item += blockDim.x) {
-        const int row = item / kFours, d = item % kFours * 4;
-        SoftmaxState<float> merged = empty_softmax();
-        float4 merged_out{};
+      for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
+        const int row = item / kTwos, d = item % kTwos * 2;
+        float common = kMinusInfinity;
         for (int of = 0; of < num_warps; ++of) {
-          const float2 state = states[of * Loop::kRows + row];
-          const float4 x = *reinterpret_cast<const float4*>(
-              shared + at.query + of * Loop::kQueryBytes + place_in(row, d) * 4);
-          const MergeFactors<float> factors = merged.merge({state.x, state.y});
-          merged_out.x = merged_out.x * factors.ours + x.x * factors.theirs;
-          merged_out.y = merged_out.y * factors.ours + x.y * factors.theirs;
-          merged_out.z = merged_out.z * factors.ours + x.z * factors.theirs;
-          merged_out.w = merged_out.w * factors.ours + x.w * factors.theirs;
+          common = fmaxf(common, states[of * Loop::kRows + row].max);
+        }
+        Merging merging(common);
+        for (int of = 0; of < num_warps; ++of) {
+          merging.add(states[of * Loop::kRows + row],
+                      *reinterpret_cast<const float2*>(shared + at.query + of * Loop::kQueryBytes +
+                                                       place_in(row, d) * 4));
         }
         if (parts.count == 1) {
-          finish_row(call, tile, start.kv_head, row, d, merged, merged_out);
+          finish_row(call,
+                     place_of(call, tile, start.kv_head, row),
+                     d,
+                     merging.sums(),
+                     merging.a,
+                     merging.b);
         } else {
-          *reinterpret_cast<float4*>(partial.out + row * kHeadDim + d) = merged_out;
-          if (d == 0) {
-            *reinterpret_cast<float2*>(partial.state + 2 * row) = {merged.max, merged.sum};
-          }
+          *reinterpret_cast<float2*>(partial.out + row * kHeadDim + d) = {merging.a, merging.b};
+          if (d == 0) partial.sums[row] = merging.sums();
         }
       }
       if (parts.count > 1) {
@@ -518,14 +589,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
 
       // 5. The next unit.
       left -= taken;
-      start.stage = 0;
-      start.unit_begin += tile.unit_length;
-      if (++start.kv_head == call.cache.num_kv_heads) {
-        start.kv_head = 0;
-        do {
-          ++start.tile;
-        } while (left > 0 && work.tiles[start.tile].unit_length == 0);
-      }
+      next_unit(work, call.plan, start, left);
     }
   }
   finish_blind_tiles<kHeadDim>(call, work, header);

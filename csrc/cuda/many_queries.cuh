@@ -10,8 +10,9 @@
 //     K in shared memory   [head_dim / 8][stage tokens][8]    as in a block, but blocks side by side
 //     V in shared memory   [stage tokens / 8][head_dim][8]    8 x 8 core matrices too: no bank twice
 //
-// What a block holds past the segment's end is not copied: zeros take its place. A segment that
-// stands where it was stored needs no turn, and its query no second term: 3 products become 2.
+// What a block holds past the segment's end is not copied: zeros take its place. A turned query has
+// more digits than it came with; its first term keeps as many as it had. Where scores are loud
+// (kLoud, in units of log2) that is not enough, and the second term is multiplied too.
 #pragma once
 
 #include "few_queries.cuh"
@@ -22,6 +23,8 @@ namespace memkv::cuda {
 inline constexpr int kManyWarps = 8;
 inline constexpr int kManyRows = 16 * kManyWarps;
 inline constexpr int kManyStages = 3;
+inline constexpr int kManyLookups = 4;  // stages whose block ids are at hand
+inline constexpr float kLoud = 12.0f;
 
 template <typename T, int kHeadDim>
 struct ManyQueries {
@@ -36,46 +39,48 @@ struct ManyQueries {
 
   static constexpr int kQueryAt = kManyStages * kStageBytes;
   static constexpr int kPositionsAt = kQueryAt + kManyWarps * 2 * kQueryBytes;
-  static constexpr int kFlagAt = kPositionsAt + kManyRows * 4;
+  static constexpr int kIdsAt = kPositionsAt + kManyRows * 4;  // [kManyLookups][kTokens / 8]
+  static constexpr int kFlagAt = kIdsAt + kManyLookups * (kTokens / 8) * 4;
   static constexpr int kBytes = kFlagAt + 16;
   static_assert(kBytes <= 227 * 1024);
 };
 
-// Copies K and V of a stage; tokens past `valid` become zeros.
-template <typename Loop>
-__device__ __forceinline__ void copy_stage(const PagedCache& cache,
-                                           const int32_t* ids,
-                                           int valid,
-                                           int kv_head,
-                                           uint32_t to) {
+// Copies K and V of a stage; tokens past `valid` become zeros. ids are in shared memory, and name
+// a block that exists even where no token is used.
+template <typename Loop, int kHeadDim>
+__device__ __forceinline__ void copy_stage(
+    const PagedCache& cache, const int32_t* ids, int valid, int kv_head, uint32_t to) {
   constexpr int kThreads = kManyWarps * 32, kTokens = Loop::kTokens;
   constexpr int kPieces = Loop::kKeyBytes / 16;
-  const int block_size = cache.block_size, groups = block_size / 8;
-  const int head_dim = cache.head_dim;
-  const int64_t slab = int64_t{kv_head} * head_dim * block_size * 2;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kPieces; i += kThreads) {  // 16 bytes of one token
-    const int piece = i / kTokens, token = i % kTokens;
+  static_assert(kThreads % kTokens == 0);
+  const int block_size = cache.block_size;
+  const int block_shift = 31 - __clz(block_size), group_shift = block_shift - 3;
+  const int64_t slab = int64_t{kv_head} * (kHeadDim * block_size * 2);
+  {  // 16 bytes of one token: a thread's token is always the same
+    const int token = threadIdx.x % kTokens, slot = token & (block_size - 1);
     const bool used = token < valid;
-    const int block = used ? token / block_size : 0, slot = token % block_size;
-    const char* from = static_cast<const char*>(cache.k) +
-                       __ldg(ids + block) * cache.k_block_stride * 2 + slab +
-                       (piece * block_size + slot) * 16;
-    copy_async_16(to + i * 16, from, used ? 16 : 0);
+    const char* from = static_cast<const char*>(cache.k) + slab +
+                       ids[token >> block_shift] * cache.k_block_stride * 2 + slot * 16;
+#pragma unroll
+    for (int i = 0; i < kPieces; i += kThreads) {
+      const int piece = i / kTokens + threadIdx.x / kTokens;
+      if (kPieces % kThreads != 0 && i + threadIdx.x >= kPieces) break;
+      copy_async_16(to + (i + threadIdx.x) * 16, from + piece * block_size * 16, used ? 16 : 0);
+    }
   }
-  const int pieces_of_block = head_dim * groups;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kPieces; i += kThreads) {  // 8 tokens of one dimension
-    const int block = i / pieces_of_block, inside = i % pieces_of_block;
-    const int d = inside / groups, group = inside % groups;
-    const int token = block * block_size + group * 8;
-    const int count = min(8, valid - token);
-    const char* from = static_cast<const char*>(cache.v) +
-                       __ldg(ids + (count > 0 ? block : 0)) * cache.v_block_stride * 2 + slab +
-                       inside * 16;
-    copy_async_16(to + Loop::kKeyBytes + token / 8 * Loop::kValueGroupBytes + d * 16,
+#pragma unroll
+  for (int i = 0; i < kPieces; i += kThreads) {  // 8 tokens of one dimension
+    const int at = i + threadIdx.x;
+    if (kPieces % kThreads != 0 && at >= kPieces) break;
+    const int group = at & ((1 << group_shift) - 1), row = at >> group_shift;
+    const int block = row / kHeadDim, d = row - block * kHeadDim;
+    const int token = (block << block_shift) + group * 8;
+    const int count = min(8, max(0, valid - token));
+    const char* from = static_cast<const char*>(cache.v) + slab +
+                       ids[block] * cache.v_block_stride * 2 + d * block_size * 2 + group * 16;
+    copy_async_16(to + Loop::kKeyBytes + (token / 8) * Loop::kValueGroupBytes + d * 16,
                   from,
-                  count > 0 ? count * 2 : 0);
+                  count * 2);
   }
 }
 
@@ -90,10 +95,11 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   uint4* const query =
       reinterpret_cast<uint4*>(shared + Loop::kQueryAt + warp * 2 * Loop::kQueryBytes);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + Loop::kPositionsAt);
+  int32_t* const ids = reinterpret_cast<int32_t*>(shared + Loop::kIdsAt);
   int* const flag = reinterpret_cast<int*>(shared + Loop::kFlagAt);
   const uint32_t ring = shared_address(shared);
   const WorkHeader header = *work.header;
-  const ScoreScale scaled{call.scale, call.softcap};
+  const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   const int blocks_of_stage = kTokens / call.cache.block_size;
 
@@ -106,31 +112,47 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
     RangeStart start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
-      const QueryTile tile = work.tiles[start.tile];
-      const int taken = min(left, tile.unit_length - start.stage);
-      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
-      const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const int num_segments = call.plan.segment_start[tile.sequence + 1] - first_segment;
-      const Segment* segments = call.plan.segments + first_segment;
+      const int taken = min(left, start.unit_length - start.stage);
+      const int begin = start.stage, end = min(begin + taken, start.num_stages);
 
-      // 1. Ask for the first stages.
-      StageCursor asked(work.runs + tile.first_run, num_segments, begin);
+      // 1. Look up the blocks of the first stages, and ask for them. Stage i's ids and number of
+      // tokens are in places i % kManyLookups, written one barrier before they are read.
+      StageCursor asked(work.runs + start.first_run, start.num_runs, begin);
       StageCursor taken_from = asked;
-      Segment asked_of = segments[asked.run];
-      const auto ask = [&](int stage, int slot) {
-        if (asked.enter(stage)) asked_of = segments[asked.run];
+      int valid[2] = {0, 0};  // tokens of the next stage to be asked for, and of the one behind
+      const auto look_up = [&](int stage) {
+        valid[0] = valid[1];
+        if (stage >= end) return;
+        asked.enter(stage);
         const int in_segment = asked.stage_of_segment(stage);
-        copy_stage<Loop>(
-            call.cache,
-            call.plan.block_ids + asked_of.first_entry + in_segment * blocks_of_stage,
-            asked_of.num_tokens - in_segment * kTokens,
-            start.kv_head,
-            ring + slot * Loop::kStageBytes);
+        valid[1] = asked.num_tokens() - in_segment * kTokens;
+        if (threadIdx.x < blocks_of_stage) {
+          const bool used = threadIdx.x * call.cache.block_size < valid[1];
+          ids[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] =
+              __ldg(call.plan.block_ids + asked.first_entry() + in_segment * blocks_of_stage +
+                    (used ? threadIdx.x : 0));
+        }
       };
+      const auto ask = [&](int stage, int slot, int tokens) {
+        copy_stage<Loop, kHeadDim>(call.cache,
+                                   ids + (stage - begin) % kManyLookups * (kTokens / 8),
+                                   tokens,
+                                   start.kv_head,
+                                   ring + slot * Loop::kStageBytes);
+      };
+      static_assert(kManyStages == 3);
+      look_up(begin);
+      look_up(begin + 1);
+      const int first_two[2] = {valid[0], valid[1]};
+      look_up(begin + 2);
+      __syncthreads();
       for (int i = 0; i < kManyStages - 1; ++i) {
-        if (begin + i < end) ask(begin + i, i);
+        if (begin + i < end) ask(begin + i, i, first_two[i]);
         copy_async_commit();
       }
+      const QueryTile tile = work.tiles[start.tile];
+      const int32_t first_segment = call.plan.segment_start[tile.sequence];
+      const Segment* segments = call.plan.segments + first_segment;
 
       // 2. Where the rows stand.
       for (int row = threadIdx.x; row < kManyRows; row += kManyWarps * 32) {
@@ -149,7 +171,8 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         most = max(most, __shfl_xor_sync(kAllLanes, most, across));
       }
 
-      float top[2] = {kMinusInfinity, kMinusInfinity}, sum[4] = {}, out[2 * kSteps][4];
+      float top[2] = {kMinusInfinity, kMinusInfinity}, exact[2] = {0.0f, 0.0f}, sum[4] = {};
+      float out[2 * kSteps][4];
 #pragma unroll
       for (int n = 0; n < 2 * kSteps; ++n) {
         out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
@@ -166,7 +189,8 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         __syncthreads();  // the stage is here, and its predecessor's place is free
         {
           const int next = stage + kManyStages - 1;
-          if (next < end) ask(next, slot == 0 ? kManyStages - 1 : slot - 1);
+          look_up(next + 1);  // moves valid on: [0] is now of `next`
+          if (next < end) ask(next, slot == 0 ? kManyStages - 1 : slot - 1, valid[0]);
           copy_async_commit();
         }
         if ((taken_from.enter(stage) || stage == begin) && my_rows > 0) {
@@ -212,55 +236,72 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
           continue;
         }
 
-        // Scores.
-        float score[kTokenTiles][4];
+        // Scores. Fragments of the next step are on their way while this one is multiplied.
+        float score[4 * kTokenTiles];
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-          score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
-        }
+        for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = 0.0f;
         const auto multiply = [&](const uint4* of_query) {
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            const uint4 term = of_query[step * 32 + lane];
-            const uint32_t a[4] = {term.x, term.y, term.z, term.w};
+          uint4 term[2];
+          Fragment k[2][kTokenTiles / 2];
+          const auto load = [&](int step) {
+            term[step % 2] = of_query[step * 32 + lane];
 #pragma unroll
             for (int n = 0; n < kTokenTiles; n += 2) {
-              const Fragment k = load_matrices(keys + step * 2 * (kTokens * 16) + n * 8 * 16);
-              Numbers::multiply_add(score[n], a, k.r[0], k.r[1]);
-              Numbers::multiply_add(score[n + 1], a, k.r[2], k.r[3]);
+              k[step % 2][n / 2] =
+                  load_matrices(keys + step * 2 * (kTokens * 16) + n * 8 * 16);
+            }
+          };
+          load(0);
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            if (step + 1 < kSteps) load(step + 1);
+            const uint4 x = term[step % 2];
+            const uint32_t a[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n) {
+              float(&c)[4] = *reinterpret_cast<float(*)[4]>(score + 4 * n);
+              const uint32_t* b = k[step % 2][n / 2].r + n % 2 * 2;
+              Numbers::multiply_add(c, a, b[0], b[1]);
             }
           }
         };
         multiply(query);
-        if (two_terms) multiply(query + kSteps * 32);
-
-        // Weights.
-        const bool edge =
-            first_token < view.every_begin || first_token + kTokens > view.every_end;
-        float raised[2] = {top[0], top[1]};
+        if (two_terms) {
+          float most_of = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float s = scaled(score[n][i]);
-            if (edge) {
-              const int token = first_token + n * 8 + 2 * q + i % 2;
-              s = token >= sees[i / 2].begin && token < sees[i / 2].end ? s : kMinusInfinity;
-            }
-            score[n][i] = s;
-            raised[i / 2] = larger(raised[i / 2], s);
+          for (int i = 0; i < 4 * kTokenTiles; ++i) most_of = fmaxf(most_of, fabsf(score[i]));
+          if (__any_sync(kAllLanes, !(most_of * fabsf(scaled.scale) <= kLoud))) {
+            multiply(query + kSteps * 32);
           }
         }
+
+        // Weights.
+        scaled(score);
+        if (first_token < view.every_begin || first_token + kTokens > view.every_end) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          raised[i] = larger(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 1));
-          raised[i] = larger(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 2));
+          for (int i = 0; i < 4 * kTokenTiles; ++i) {
+            const int token = first_token + i / 4 * 8 + 2 * q + i % 2, of = i / 2 % 2;
+            score[i] = token >= sees[of].begin && token < sees[of].end ? score[i] : kMinusInfinity;
+          }
+        }
+        float raised[2] = {top[0], top[1]};
+#pragma unroll
+        for (int i = 0; i < 4 * kTokenTiles; ++i) {
+          raised[i / 2 % 2] = fmaxf(raised[i / 2 % 2], score[i]);
         }
         if (__any_sync(kAllLanes, raised[0] > top[0] || raised[1] > top[1])) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            raised[i] = fmaxf(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 1));
+            raised[i] = fmaxf(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 2));
+          }
           SoftmaxState<float> state[2] = {{top[0], 0.0f}, {top[1], 0.0f}};
           const float keep[2] = {state[0].raise(raised[0]), state[1].raise(raised[1])};
-          top[0] = raised[0];
-          top[1] = raised[1];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            top[i] = state[i].max;
+            exact[i] *= keep[i];
+          }
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             sum[i] *= keep[i / 2];
@@ -272,21 +313,40 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 
         // Outputs.
         constexpr uint32_t kOnes = Numbers::kOnes;
+        constexpr int kBatch = kSteps > 8 ? 2 : 4, kBatches = (kSteps + kBatch - 1) / kBatch;
+        Fragment v[2][kBatch];
+        const auto load = [&](int batch) {  // of kBatches for each 16 tokens
+          const int n = batch / kBatches * 2, first = batch % kBatches * kBatch;
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; n += 2) {
-          uint32_t weight[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* s = score[n + i / 2] + i % 2 * 2;
-            weight[i] = Numbers::pack(state[i % 2].weight(s[0]), state[i % 2].weight(s[1]));
+          for (int m = 0; m < kBatch; ++m) {
+            if (first + m < kSteps) {
+              v[batch % 2][m] =
+                  load_matrices(values + n * Loop::kValueGroupBytes + (first + m) * 16 * 16);
+            }
           }
-          Numbers::multiply_add(sum, weight, kOnes, kOnes);
+        };
+        load(0);
+        uint32_t weight[4];
 #pragma unroll
-          for (int m = 0; m < kSteps; ++m) {
-            const Fragment v =
-                load_matrices(values + n * Loop::kValueGroupBytes + m * 16 * 16);
-            Numbers::multiply_add(out[2 * m], weight, v.r[0], v.r[1]);
-            Numbers::multiply_add(out[2 * m + 1], weight, v.r[2], v.r[3]);
+        for (int batch = 0; batch < kTokenTiles / 2 * kBatches; ++batch) {
+          if (batch + 1 < kTokenTiles / 2 * kBatches) load(batch + 1);
+          if (batch % kBatches == 0) {
+            float* s = score + batch / kBatches * 8;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[i] = state[i / 2 % 2].weight(s[i]);
+            exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
+            exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weight[i] = Numbers::pack(s[2 * i], s[2 * i + 1]);
+            Numbers::multiply_add(sum, weight, kOnes, kOnes);
+          }
+#pragma unroll
+          for (int m = 0; m < kBatch; ++m) {
+            const int step = batch % kBatches * kBatch + m;
+            if (step >= kSteps) break;
+            const Fragment& of = v[batch % 2][m];
+            Numbers::multiply_add(out[2 * step], weight, of.r[0], of.r[1]);
+            Numbers::multiply_add(out[2 * step + 1], weight, of.r[2], of.r[3]);
           }
         }
       }
@@ -297,20 +357,15 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = warp * 16 + g + 8 * i;
+        exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 1);
+        exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 2);
         if (row >= tile.num_rows) continue;
-        const SoftmaxState<float> state{top[i], sum[2 * i]};
+        const RowSums sums{top[i], sum[2 * i], exact[i], 0.0f};
         if (parts.count == 1) {
           const RowPlace place = place_of(call, tile, start.kv_head, row);
-          const int64_t offset = call.out.offset(place.token, place.head) + 2 * q;
 #pragma unroll
           for (int n = 0; n < 2 * kSteps; ++n) {
-            store_two(call.out,
-                      offset + 8 * n,
-                      finish(state, out[n][2 * i]),
-                      finish(state, out[n][2 * i + 1]));
-          }
-          if (q == 0 && call.lse != nullptr) {
-            call.lse[place.token * call.num_heads + place.head] = log_sum_exp(state);
+            finish_row(call, place, 8 * n + 2 * q, sums, out[n][2 * i], out[n][2 * i + 1]);
           }
         } else {
 #pragma unroll
@@ -318,7 +373,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
             *reinterpret_cast<float2*>(partial.out + row * kHeadDim + 8 * n + 2 * q) = {
                 out[n][2 * i], out[n][2 * i + 1]};
           }
-          if (q == 0) *reinterpret_cast<float2*>(partial.state + 2 * row) = {state.max, state.sum};
+          if (q == 0) partial.sums[row] = sums;
         }
       }
       if (parts.count > 1) {
@@ -329,14 +384,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 
       // 5. The next unit.
       left -= taken;
-      start.stage = 0;
-      start.unit_begin += tile.unit_length;
-      if (++start.kv_head == call.cache.num_kv_heads) {
-        start.kv_head = 0;
-        do {
-          ++start.tile;
-        } while (left > 0 && work.tiles[start.tile].unit_length == 0);
-      }
+      next_unit(work, call.plan, start, left);
     }
   }
   finish_blind_tiles<kHeadDim>(call, work, header);

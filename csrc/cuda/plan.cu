@@ -88,17 +88,20 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
   int32_t before = 0;
   for (int32_t base = 0; base < num_segments; base += 32) {
     Stages stages{0, 0};
+    Segment segment{};
     if (base + lane < num_segments) {
-      stages = visible_stages(shape, plan.segments[first_segment + base + lane], least, most);
+      segment = plan.segments[first_segment + base + lane];
+      stages = visible_stages(shape, segment, least, most);
     }
     const int32_t sum = warp_scan(stages.count);
     if (base + lane < num_segments) {
-      runs[base + lane] = {before + sum - stages.count, stages.first};
+      runs[base + lane] = {
+          before + sum - stages.count, stages.first, segment.first_entry, segment.num_tokens};
     }
     before += __shfl_sync(kAll, sum, 31);
   }
   if (lane == 0) {
-    runs[num_segments] = {before, 0};
+    runs[num_segments] = {before, 0, 0, 0};
     work.tiles[work.first_tile[sequence] + tile] = {int32_t(sequence),
                                                     first_row,
                                                     rows,
@@ -154,9 +157,19 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work
       const int32_t middle = (low + high) / 2;
       (work.unit_begin[middle] <= at ? low : high) = middle;
     }
-    const int32_t unit = work.tiles[low].unit_length;
-    const int32_t inside = at - work.unit_begin[low], head = inside / unit;
-    work.ranges[range] = {low, head, inside - head * unit, at - (inside - head * unit)};
+    const QueryTile tile = work.tiles[low];
+    const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
+    const int32_t stage = inside - head * tile.unit_length;
+    const int32_t num_runs =
+        plan.segment_start[tile.sequence + 1] - plan.segment_start[tile.sequence];
+    work.ranges[range] = {low,
+                          head,
+                          stage,
+                          at - stage,
+                          tile.first_run,
+                          num_runs,
+                          tile.num_stages,
+                          tile.unit_length};
   }
   for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kThreads) {
     work.arrived[unit] = 0;

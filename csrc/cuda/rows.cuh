@@ -98,13 +98,25 @@ __device__ __forceinline__ float2 turned_two(
   return {a.x * c.x + other.x * s.x, a.y * c.y + other.y * s.y};
 }
 
-// In units of log2, capped where the layer wants it.
+// Products to scores in units of log2, capped where the layer wants it. Decided once for all scores
+// of a stage, so that tanh stays out of the way of layers without a cap.
 struct ScoreScale {
-  float scale, softcap;
+  float scale, inside, cap;
 
-  __device__ __forceinline__ float operator()(float product) const {
-    if (softcap > 0.0f) return softcap * tanhf(product * scale / softcap) * kLog2E;
-    return product * (scale * kLog2E);
+  __device__ __forceinline__ explicit ScoreScale(const Attention& call)
+      : scale(call.scale * kLog2E),
+        inside(call.softcap > 0.0f ? call.scale / call.softcap : 0.0f),
+        cap(call.softcap * kLog2E) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&score)[kCount]) const {
+    if (cap > 0.0f) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) score[i] = cap * tanhf(score[i] * inside);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) score[i] = score[i] * scale;
+    }
   }
 };
 
@@ -126,31 +138,60 @@ struct TileView {
   }
 };
 
-// Writes elements d .. d + 3 of a finished row, and its log-sum-exp.
+// What is kept of a row beside its output. The output is divided by `sum`, of the weights as they
+// were rounded for the second product; the log-sum-exp is of `exact`, of those that were not.
+struct __align__(16) RowSums {
+  float max, sum, exact, unused;
+};
+
+// Writes elements d and d + 1 of a finished row, and its log-sum-exp.
 __device__ __forceinline__ void finish_row(const Attention& call,
-                                           const QueryTile& tile,
-                                           int kv_head,
-                                           int row,
+                                           const RowPlace& place,
                                            int d,
-                                           const SoftmaxState<float>& state,
-                                           const float4& out) {
-  const RowPlace place = place_of(call, tile, kv_head, row);
-  const int64_t offset = call.out.offset(place.token, place.head) + d;
-  store_two(call.out, offset, finish(state, out.x), finish(state, out.y));
-  store_two(call.out, offset + 2, finish(state, out.z), finish(state, out.w));
+                                           const RowSums& sums,
+                                           float a,
+                                           float b) {
+  const SoftmaxState<float> state{sums.max, sums.sum};
+  store_two(call.out,
+            call.out.offset(place.token, place.head) + d,
+            finish(state, a),
+            finish(state, b));
   if (d == 0 && call.lse != nullptr) {
-    call.lse[place.token * call.num_heads + place.head] = log_sum_exp(state);
+    call.lse[place.token * call.num_heads + place.head] =
+        log_sum_exp(SoftmaxState<float>{sums.max, sums.exact});
   }
 }
 
 // A unit's partial of one range.
 struct PartialView {
-  float* out;  // [tile_rows, head_dim]
-  float* state;  // [tile_rows, 2]
+  float* out;     // [tile_rows, head_dim]
+  RowSums* sums;  // [tile_rows]
 
   __device__ __forceinline__ PartialView(const Work& work, int32_t slot, int head_dim)
       : out(work.partials + slot * partial_floats(work.shape.tile_rows, head_dim)),
-        state(out + int64_t{work.shape.tile_rows} * head_dim) {}
+        sums(reinterpret_cast<RowSums*>(out + int64_t{work.shape.tile_rows} * head_dim)) {}
+};
+
+__device__ __forceinline__ RowSums load_sums(const RowSums* p) {
+  const float4 x = __ldcg(reinterpret_cast<const float4*>(p));
+  return {x.x, x.y, x.z, x.w};
+}
+
+// Partials of one row, in order. Their maxima come first, all of them, so that no load waits for
+// the arithmetic of another: the weights of SoftmaxState, measured from the common maximum.
+struct Merging {
+  SoftmaxState<float> state = empty_softmax();
+  float exact = 0.0f, a = 0.0f, b = 0.0f;
+
+  __device__ __forceinline__ explicit Merging(float top) { state.raise(top); }
+  __device__ __forceinline__ void add(const RowSums& sums, float2 out) {
+    const float weight = state.weight(sums.max);
+    state.add(sums.sum * weight);
+    exact = exact + sums.exact * weight;
+    a = a + out.x * weight;
+    b = b + out.y * weight;
+  }
+  __device__ __forceinline__ RowSums sums() const { return {state.max, state.sum, exact, 0.0f}; }
 };
 
 // Called by all threads once this block's partial of the unit is written. Whoever comes last merges
@@ -163,7 +204,7 @@ __device__ void arrive_and_merge(const Attention& call,
                                  int kv_head,
                                  const UnitParts& parts,
                                  int* came_last) {
-  constexpr int kFours = kHeadDim / 4;
+  constexpr int kTwos = kHeadDim / 2, kAtOnce = 8;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -175,31 +216,50 @@ __device__ void arrive_and_merge(const Attention& call,
   __syncthreads();
   if (*came_last) {
     __threadfence();
-    for (int item = threadIdx.x; item < tile.num_rows * kFours; item += blockDim.x) {
-      const int row = item / kFours, d = item % kFours * 4;
-      float top = kMinusInfinity;
-#pragma unroll 8
-      for (int part = 0; part < parts.count; ++part) {
-        const PartialView partial(work, parts.slot(part), kHeadDim);
-        top = larger(top, __ldcg(partial.state + 2 * row));
+    const int64_t step = 2 * partial_floats(work.shape.tile_rows, kHeadDim);
+    for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
+      const int row = item / kTwos, d = item % kTwos * 2;
+      // Part 0 is in a slot of its own, the others are evenly spaced.
+      const PartialView first(work, parts.first_slot, kHeadDim);
+      const PartialView rest(work, 2 * parts.first_range, kHeadDim);
+      const RowSums first_sums = load_sums(first.sums + row);
+      const float2 first_out =
+          __ldcg(reinterpret_cast<const float2*>(first.out + row * kHeadDim + d));
+      float top = first_sums.max;
+      for (int base = 1; base < parts.count; base += kAtOnce) {
+        float max[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int part = min(base + i, parts.count - 1);
+          max[i] = __ldcg(reinterpret_cast<const float*>(rest.sums + row) + part * step);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, max[i]);
       }
-      SoftmaxState<float> merged = empty_softmax();
-      merged.raise(top);
-      float4 out{};
-#pragma unroll 8
-      for (int part = 0; part < parts.count; ++part) {
-        const PartialView partial(work, parts.slot(part), kHeadDim);
-        const float2 state = __ldcg(reinterpret_cast<const float2*>(partial.state + 2 * row));
-        const float4 x =
-            __ldcg(reinterpret_cast<const float4*>(partial.out + row * kHeadDim + d));
-        const float factor = merged.weight(state.x);
-        merged.add(state.y * factor);
-        out.x += x.x * factor;
-        out.y += x.y * factor;
-        out.z += x.z * factor;
-        out.w += x.w * factor;
+      Merging merging(top);
+      merging.add(first_sums, first_out);
+      for (int base = 1; base < parts.count; base += kAtOnce) {
+        RowSums sums[kAtOnce];
+        float2 out[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int part = min(base + i, parts.count - 1);
+          sums[i] = load_sums(reinterpret_cast<const RowSums*>(
+              reinterpret_cast<const float*>(rest.sums + row) + part * step));
+          out[i] = __ldcg(
+              reinterpret_cast<const float2*>(rest.out + row * kHeadDim + d + part * step));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (base + i < parts.count) merging.add(sums[i], out[i]);
+        }
       }
-      finish_row(call, tile, kv_head, row, d, merged, out);
+      finish_row(call,
+                 place_of(call, tile, kv_head, row),
+                 d,
+                 merging.sums(),
+                 merging.a,
+                 merging.b);
     }
   }
   __syncthreads();
@@ -213,14 +273,10 @@ __device__ void finish_blind_tiles(const Attention& call, const Work& work, cons
     const QueryTile tile = work.tiles[index];
     if (tile.num_stages > 0) continue;
     for (int kv_head = 0; kv_head < call.cache.num_kv_heads; ++kv_head) {
-      for (int item = threadIdx.x; item < tile.num_rows * (kHeadDim / 4); item += blockDim.x) {
-        finish_row(call,
-                   tile,
-                   kv_head,
-                   item / (kHeadDim / 4),
-                   item % (kHeadDim / 4) * 4,
-                   empty_softmax(),
-                   float4{});
+      for (int item = threadIdx.x; item < tile.num_rows * (kHeadDim / 2); item += blockDim.x) {
+        const int row = item / (kHeadDim / 2), d = item % (kHeadDim / 2) * 2;
+        const RowSums none{kMinusInfinity, 0.0f, 0.0f, 0.0f};
+        finish_row(call, place_of(call, tile, kv_head, row), d, none, 0.0f, 0.0f);
       }
     }
   }

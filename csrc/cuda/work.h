@@ -25,9 +25,9 @@ struct Work {
   int32_t stages;
 };
 
-// A partial: out [tile_rows, head_dim], then max and sum of each row.
+// A partial: out [tile_rows, head_dim], then a RowSums for each row.
 MEMKV_HD int64_t partial_floats(int tile_rows, int head_dim) {
-  return int64_t{tile_rows} * (head_dim + 2);
+  return int64_t{tile_rows} * (head_dim + 4);
 }
 
 }  // namespace memkv::cuda

@@ -223,12 +223,13 @@ def _works(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, strea
         rows = [count * shape.group for count in counts]
         few = max((count for count in rows if count <= _FEW_ROWS), default=0)
         works = []
-        if shape.exact:
-            works.append(_new_work(plan, cache, shape, _FEW, 8, (1, _ALL_ROWS)))
+        most = max(rows, default=0)
+        if shape.exact or (most > _FEW_ROWS and not _fits_many(plan, cache, shape)):
+            works.append(_new_work(plan, cache, shape, _FEW, 8 if shape.exact else 16, (1, _ALL_ROWS)))
         else:
             if few:
                 works.append(_new_work(plan, cache, shape, _FEW, 8 if few <= 8 else 16, (1, _FEW_ROWS)))
-            if max(rows, default=0) > _FEW_ROWS:
+            if most > _FEW_ROWS:
                 works.append(_new_work(plan, cache, shape, _MANY, 0, (_FEW_ROWS + 1, _ALL_ROWS)))
         plan.derived[shape] = works
     for work in works:
@@ -260,9 +261,9 @@ def _new_work(
 ) -> _Work:
     tuning = _tuning
     device = plan.device
-    exact = shape.exact and loop == _FEW
-    key = (shape.head_dim, shape.block_size, shape.dtype, loop, tile_rows, exact)
-    fits = _loop_shape(device.index or 0, *key, tuning.warps, tuning.stages, cache)
+    fits = _loop_shape(device, cache, shape, loop, tile_rows)
+    if fits.workers == 0:
+        raise RuntimeError(f"bug: loop {loop} for {shape} does not fit this GPU")
     tiles = [
         -(-count * shape.group // fits.tile_rows)
         for count in plan.query_counts()
@@ -293,7 +294,7 @@ def _new_work(
     )
     num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    floats = 0 if loop == _MASS else 2 * max_ranges * fits.tile_rows * (shape.head_dim + 2)
+    floats = 0 if loop == _MASS else 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4)
     partials = torch.empty(floats, dtype=torch.float32, device=device)
     native = _kernels.cuda_work(
         memory.data_ptr(),
@@ -312,17 +313,21 @@ def _new_work(
 _loop_shapes: dict[tuple[object, ...], _kernels.LoopShape] = {}
 
 
-def _loop_shape(device: int, *key: object) -> _kernels.LoopShape:
-    """How many workers a device holds; asked once."""
-    *of, cache = key
-    found = _loop_shapes.get((device, *of))
-    if found is None:
-        _, _, _, loop, tile_rows, exact, warps, stages = of
-        found = _kernels.cuda_loop_shape(loop, cache, tile_rows, exact, warps, stages)
-        if found.workers == 0:
-            raise RuntimeError(f"the CUDA kernel for {of} does not fit this GPU")
-        _loop_shapes[device, *of] = found
-    return found
+def _loop_shape(
+    device: torch.device, cache: _kernels.PagedCache, shape: _Shape, loop: int, tile_rows: int
+) -> _kernels.LoopShape:
+    """How many workers a device holds, and of what size; asked once."""
+    exact = shape.exact and loop == _FEW
+    tuning = (_tuning.warps, _tuning.stages)
+    key = (device, shape.head_dim, shape.block_size, shape.dtype, loop, tile_rows, exact, tuning)
+    if key not in _loop_shapes:
+        _loop_shapes[key] = _kernels.cuda_loop_shape(loop, cache, tile_rows, exact, *tuning)
+    return _loop_shapes[key]
+
+
+def _fits_many(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape) -> bool:
+    """Its tiles take more shared memory than consumer GPUs have."""
+    return bool(_loop_shape(plan.device, cache, shape, _MANY, 0).workers > 0)
 
 
 def _turns(plan: AttentionPlan, rotation: Rotation, stream: int) -> Tensor:

@@ -1,7 +1,10 @@
 // Checks csrc/include/memkv: the algebra that every kernel shares. Prints what fails;
 // test_headers.py runs it.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <random>
+#include <set>
 #include <vector>
 
 #include "memkv/attention_args.h"
@@ -10,6 +13,7 @@
 #include "memkv/rope.h"
 #include "memkv/segment.h"
 #include "memkv/softmax_state.h"
+#include "memkv/work_split.h"
 
 using namespace memkv;
 
@@ -76,6 +80,96 @@ void rope() {
   expect(neighbours.first(1) == 2 && neighbours.second(1) == 3, "pairs of neighbours");
 }
 
+void turned_rows() {
+  const float row[6] = {1, 2, 3, 4, 5, 6}, cos[2] = {0.0f, 1.0f}, sin[2] = {1.0f, 0.0f};
+  for (const bool interleaved : {false, true}) {
+    const RotaryPairs pairs{4, interleaved};
+    float turned[6] = {1, 2, 3, 4, 5, 6};
+    for (int pair = 0; pair < 2; ++pair) {
+      rotate_pair(turned[pairs.first(pair)], turned[pairs.second(pair)], cos[pair], sin[pair]);
+    }
+    for (int d = 0; d < 6; ++d) {
+      expect(turned_element(row, cos, sin, pairs, d) == turned[d], "one element of a turned row");
+    }
+  }
+}
+
+// The planner of cuda/plan.cu in a straight line: every stage that some row sees is in one range.
+void work_split() {
+  std::mt19937 random(1);
+  const auto pick = [&](int least, int most) {
+    return std::uniform_int_distribution<int>(least, most)(random);
+  };
+  for (int round = 0; round < 300; ++round) {
+    WorkShape shape{pick(1, 3) * 8,
+                    16,
+                    pick(1, 5),
+                    pick(1, 4),
+                    pick(0, 1) * pick(1, 90),
+                    1,
+                    INT32_MAX,
+                    pick(1, 40),
+                    pick(1, 4),
+                    pick(0, 2) == 0 ? pick(1, 9) : 0};
+    struct Tile {
+      int32_t num_stages, unit_begin;
+    };
+    std::vector<Tile> tiles;
+    int32_t length = 0;
+    for (int sequence = pick(1, 5); sequence > 0; --sequence) {
+      const int num_tiles = tiles_of(shape, pick(0, 12));
+      std::vector<Segment> segments;
+      for (int i = pick(0, 4), position = 0; i > 0; --i) {
+        segments.push_back({0, pick(0, 200), position, 0});
+        position += segments.back().num_tokens + pick(0, 5);
+      }
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        const int least = pick(0, 500), most = least + pick(0, 60);
+        int32_t num_stages = 0;
+        for (const Segment& segment : segments) {
+          const Stages stages = visible_stages(shape, segment, least, most);
+          for (int position = least; position <= most; ++position) {
+            const TokenRange sees = visible_tokens(segment, position, shape.window);
+            if (sees.empty()) continue;
+            expect(sees.begin >= stages.first * 16 && sees.end <= (stages.first + stages.count) * 16,
+                   "stages: what a row sees");
+          }
+          num_stages += stages.count;
+        }
+        tiles.push_back({num_stages, length});
+        length += unit_length(shape, num_stages) * shape.num_kv_heads;
+      }
+    }
+    if (length == 0) continue;
+    const int32_t step = range_length(shape, length), num_ranges = divide_up(length, step);
+    if (shape.fixed_range == 0) expect(num_ranges <= shape.max_ranges, "ranges: no more than asked");
+    std::set<int32_t> slots;
+    int64_t found = 0, wanted = 0;
+    for (const Tile& tile : tiles) {
+      const int32_t unit = unit_length(shape, tile.num_stages);
+      for (int head = 0; head < shape.num_kv_heads && unit > 0; ++head) {
+        const int32_t begin = tile.unit_begin + head * unit;
+        const UnitParts parts = parts_of(begin, tile.num_stages, step);
+        wanted += tile.num_stages;
+        for (int part = 0; part < parts.count; ++part) {
+          const int32_t range = parts.first_range + part;
+          const int32_t from = std::max(begin, range * step);
+          const int32_t to = std::min(begin + tile.num_stages, (range + 1) * step);
+          expect(from < to && range < num_ranges, "ranges: no part is empty");
+          found += to - from;
+          if (parts.count == 1) continue;
+          expect(slots.insert(parts.slot(part)).second, "partials: one slot each");
+          expect(parts.slot(part) / 2 == range, "partials: two slots a range");
+          if (shape.fixed_range > 0) {
+            expect((from - begin) % step == 0, "a fixed range begins where the unit says");
+          }
+        }
+      }
+    }
+    expect(found == wanted, "ranges: every stage once");
+  }
+}
+
 void visibility() {
   const Segment segment{0, 10, 100, 7};
   const auto is = [&](int query, int window, int begin, int end) {
@@ -111,6 +205,8 @@ void bfloat() {
 int main() {
   softmax_state();
   rope();
+  turned_rows();
+  work_split();
   visibility();
   addresses();
   bfloat();

@@ -45,6 +45,8 @@ struct QueryTile {
 struct StageRun {
   int32_t stages_before;  // of this run, in the tile
   int32_t first_stage;    // in the segment
+  int32_t first_entry;    // of the segment, in block_ids; and its tokens: all that loading takes
+  int32_t num_tokens;
 };
 
 struct WorkHeader {
@@ -58,6 +60,7 @@ struct WorkHeader {
 struct RangeStart {
   int32_t tile, kv_head, stage;
   int32_t unit_begin;  // of that unit, in all units
+  int32_t first_run, num_runs, num_stages, unit_length;  // of the tile: so that nothing waits for it
 };
 
 // Where the partials of a unit are: one for each range that has a part of it.
