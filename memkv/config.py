@@ -60,6 +60,7 @@ class EngineConfig:
     max_running: int = 64
     queue_seconds: float = 30.0  # how long a request may wait for blocks
     threads: int = 0  # 0: calibrated
+    continuation_share: float = 0.25  # of the pool, at most, for what ended answers leave to later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class QueryConfig:
     top_k: int = 4
     min_score: float = 0.0
     max_tokens: int = 128
+    gate_dnll: float = 0.1
+    gate_questions: int = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,15 @@ _AT_LEAST = {
     "engine.max_running": 1,
     "engine.queue_seconds": 0,
     "engine.threads": 0,
+    "engine.continuation_share": 0,
     "ingest.chunk_tokens": 16,
     "ingest.batch_chunks": 1,
     "ingest.max_document_bytes": 1,
     "query.top_k": 1,
     "query.max_tokens": 1,
+    "query.gate_questions": 1,
 }
+_AT_MOST = {"engine.continuation_share": 1}
 _FORMS = {  # how to write a value of a type; True: it is a size in bytes
     (bool, False): "true or false",
     (int, False): "a whole number, such as 4",
@@ -230,6 +236,9 @@ def _parse(key: str, raw: object, origin: str) -> object:
     least = _AT_LEAST.get(key)
     if least is not None and isinstance(value, int | float) and not value >= least:
         raise ConfigError(f"{key} = {raw!r} ({origin}) is too small", hint=f"at least {least}")
+    most = _AT_MOST.get(key)
+    if most is not None and isinstance(value, int | float) and not value <= most:
+        raise ConfigError(f"{key} = {raw!r} ({origin}) is too large", hint=f"at most {most}")
     return value
 
 

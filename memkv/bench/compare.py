@@ -19,9 +19,9 @@ import torch
 
 from memkv.bench.bandwidth import kernel_read_gbs, last_level_cache_bytes, machine_read_gbs
 from memkv.bench.documents import text_of
-from memkv.engine.environment import cpu_name, threads, versions
 from memkv.bench.model_pass import ModelPass
 from memkv.config import Config
+from memkv.engine.environment import cpu_name, threads, versions
 from memkv.errors import InternalServerError
 from memkv.kv.layout import KVLayout
 from memkv.memory import Memory
@@ -99,6 +99,7 @@ def run_comparison(
             config,
             store=replace(config.store, data_dir=directory, database_url=""),
             kv=replace(config.kv, block_size=shape.block_size),
+            engine=replace(config.engine, continuation_share=0.0),  # each round is a first one
             ingest=replace(config.ingest, chunk_tokens=shape.chunk_tokens, prefill="eager"),
         )
         with Memory.open(config, on_progress=tell) as memory:

@@ -168,7 +168,10 @@ class Engine:
         return self._collect(job, on_progress)
 
     def drop(self, input_keys: Iterable[str]) -> None:
-        """Forgets resident chunks: requests that come later read them from their source again."""
+        """Forgets resident chunks and what was computed behind them.
+
+        Requests that come later read the chunks from their source again.
+        """
         with suppress(EngineClosed):  # nothing is resident any more
             self._agenda.post(Work(partial(self._drop, tuple(input_keys)), lambda: ()))
 
@@ -348,7 +351,7 @@ class Engine:
 
     def _drop(self, input_keys: tuple[str, ...]) -> None:
         for lane in self._lanes.values():
-            lane.residency.drop(input_keys)
+            lane.drop(input_keys)
 
     def _send(self) -> None:
         """Publishes the state of things, then tells the consumers: what they see next is not older."""

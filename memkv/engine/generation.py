@@ -38,6 +38,7 @@ class Usage:
         healed_chunks: chunks (the prefix included) that had no valid KV and were prefilled for this request.
         blocks_shared: distinct blocks mapped, held in common with everyone else who maps them.
         blocks_fresh: private blocks of this request.
+        continued_tokens: of the cached tokens, those that earlier requests left behind their own answers.
         fallback_reason: why less was reused than asked for; empty where nothing stood in the way.
     """
 
@@ -49,6 +50,7 @@ class Usage:
     healed_chunks: int = 0
     blocks_shared: int = 0
     blocks_fresh: int = 0
+    continued_tokens: int = 0
     fallback_reason: str = ""
 
 

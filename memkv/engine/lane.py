@@ -13,6 +13,7 @@ from torch import Tensor
 from memkv.config import EngineConfig
 from memkv.engine.arrivals import Arrivals
 from memkv.engine.batch import Batch, Part
+from memkv.engine.continuations import Continuations
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
@@ -57,6 +58,7 @@ class LaneStats:
     loading: int
     running: int
     jobs: int
+    kept_blocks: int  # of runs that ended generations left behind, in use or not
     fill_tokens_per_second: float  # 0 before the first
 
 
@@ -87,7 +89,9 @@ class Lane:
         self.counters = LaneCounters()
         self.kv_cache = KVCache(layout, num_blocks, runner.device, poison=poison)
         self.residency = Residency(self.kv_cache, BlockPool(num_blocks))
-        self.scheduler = Scheduler(self.residency, config)
+        max_kept = int(config.continuation_share * num_blocks)
+        self.continuations = Continuations(self.residency, max_kept, layout.block_size)
+        self.scheduler = Scheduler(self.residency, self.continuations, config)
         self.pace = Pace()
         self._config = config
         self._runner = runner
@@ -119,6 +123,15 @@ class Lane:
         self.counters.failed_tasks += 1
         self._leave(task)
         self._outbox.finish(task, error)
+
+    def drop(self, input_keys: Iterable[str]) -> None:
+        """Forgets chunks, and what was computed behind them: requests that come later find neither."""
+        keys = set(input_keys)
+        self.residency.drop(keys)
+        self.continuations.drop(keys)
+        for sequence in self.scheduler.sequences:
+            if not keys.isdisjoint(sequence.origin.keys):
+                sequence.leaves_run = False
 
     def settle(self, now: float) -> None:
         """Expires, admits and promotes: everything that follows from blocks and time alone."""
@@ -181,11 +194,13 @@ class Lane:
             loading=len(self.scheduler.loading),
             running=len(self.scheduler.running),
             jobs=len(self.scheduler.jobs),
+            kept_blocks=self.continuations.num_blocks,
             fill_tokens_per_second=self.pace.tokens_per_second,
         )
 
     def check_integrity(self) -> None:
         """Asserts that every block has its owners, and that every table is sound."""
+        self.continuations.check_integrity()
         sequences = (*self.scheduler.loading, *self.scheduler.running)
         self.residency.check_integrity(block for each in sequences for block in each.private_blocks)
         for sequence in sequences:
@@ -252,6 +267,7 @@ class Lane:
         event, reason = sequence.accept(token, now)
         self._outbox.token(sequence.generation, event)
         if reason is not None:
+            sequence.leave_run(self.continuations)
             self._leave(sequence)
             self._outbox.finish(sequence, sequence.result(reason, now))
 

@@ -1,11 +1,11 @@
 """Where each part of a prompt stands: mapped from a chunk, or computed in private blocks.
 
-    prompt      | prefix | chunk A      | chunk B                    | chunk C   | tail  | answer ...
+    prompt      | prefix | chunk A      | chunk B                    | chunk C | text | tail | answer ...
     policy        mapped   mapped, exact  first two blocks fresh       all fresh
-    pieces      [ mapped ][ mapped      ][ mapped, fresh ((0, 2),)  ][ private            ──► grows ]
+    pieces      [ mapped ][ mapped      ][ mapped, fresh ((0, 2),)  ][ private              ──► grows ]
 
-What is fresh throughout is never mapped, so it is neither loaded nor pinned; its tokens and the tail's share
-one private run. With `reuse = off` that run is the whole prompt.
+What is fresh throughout is never mapped, so it is neither loaded nor pinned; its tokens, those of texts
+beside it and the tail's share one private run. With `reuse = off` that run is the whole prompt.
 
 A policy that looks first gets two placements: every chunk mapped, with private blocks for the worst choice;
 and, when the look is over, the one that it chose, within those blocks.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memkv.engine.request import GenerateRequest
+from memkv.engine.request import GenerateRequest, piece_ids
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import BlockMass, LookRequest, MappedChunk
 from memkv.kv.block_table import BlockTable, Segment
@@ -24,15 +24,22 @@ from memkv.kv.block_table import BlockTable, Segment
 
 @dataclass(frozen=True, slots=True)
 class MappedPiece:
-    """A chunk at its place. `fresh`: runs (first block, number of blocks) to replace, ascending."""
+    """The first `num_tokens` of a chunk at their place.
+
+    Attributes:
+        exact: the chunk was computed behind exactly what stands before it here.
+        fresh: runs (first block, number of blocks) to replace, ascending.
+    """
 
     ref: ChunkRef
     position: int
+    num_tokens: int
+    exact: bool
     fresh: tuple[tuple[int, int], ...] = ()
 
     @property
-    def num_tokens(self) -> int:
-        return self.ref.num_tokens
+    def end(self) -> int:
+        return self.position + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,13 @@ class PrivatePiece:
 
     position: int
     num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+
+PlacedPiece = MappedPiece | PrivatePiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,7 @@ class Placement:
     """
 
     block_size: int
-    pieces: tuple[MappedPiece | PrivatePiece, ...]
+    pieces: tuple[PlacedPiece, ...]
     refs: tuple[ChunkRef, ...]
     num_fresh_blocks: int
     num_private_blocks: int
@@ -66,6 +80,21 @@ class Placement:
     def num_mapped_blocks(self) -> int:
         """Blocks of all the chunks to pin."""
         return sum(_blocks(ref.num_tokens, self.block_size) for ref in self.refs)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the KV of every token is, or becomes, what a full prefill makes of it."""
+        return all(piece.exact for piece in self.pieces if isinstance(piece, MappedPiece))
+
+    @property
+    def open_piece(self) -> PrivatePiece | None:
+        """What is computed behind nothing but whole, exact chunks; None where something else comes first."""
+        for piece in self.pieces:
+            if isinstance(piece, PrivatePiece):
+                return piece
+            if not piece.exact or piece.fresh:
+                return None
+        raise AssertionError("bug: a placement without a private piece")
 
     def table(
         self, chunks: Mapping[str, Sequence[int]], private: Sequence[int]
@@ -79,15 +108,15 @@ class Placement:
         table = BlockTable(self.block_size)
         left = list(reversed(private))  # a stack
         for piece in self.pieces:
+            num_blocks = _blocks(piece.num_tokens, self.block_size)
             if isinstance(piece, PrivatePiece):
-                blocks = _pop(left, _blocks(piece.num_tokens, self.block_size))
+                blocks = _pop(left, num_blocks)
                 table.append(Segment(blocks, piece.num_tokens, piece.position, piece.position, private=True))
                 continue
             index = len(table.segments)
             ref = piece.ref
-            table.append(
-                Segment(tuple(chunks[ref.input_key]), ref.num_tokens, piece.position, ref.stored_position)
-            )
+            blocks = tuple(chunks[ref.input_key][:num_blocks])
+            table.append(Segment(blocks, piece.num_tokens, piece.position, ref.stored_position))
             for first, count in reversed(piece.fresh):  # from the end: what is before stays segment `index`
                 table.replace(index, first, _pop(left, count))
         return table, left[::-1]
@@ -99,62 +128,101 @@ def place(request: GenerateRequest, look: BlockMass | None = None) -> Placement:
     Args:
         look: what the policy's look has measured; without it, a policy that looks gets its looking pass.
     """
-    size = request.block_size
     choice = _choose(request, look)
-    pieces: list[MappedPiece | PrivatePiece] = []
-    refs: dict[str, ChunkRef] = {}
-    position = private_start = num_fresh = 0
-    for ref, indices in zip((request.prefix, *request.chunks), choice.fresh, strict=True):
-        end = position + ref.num_tokens
-        if len(indices) < _blocks(ref.num_tokens, size):
-            if private_start < position:
-                pieces.append(PrivatePiece(private_start, position - private_start))
-            pieces.append(MappedPiece(ref, position, _runs(indices)))
-            refs.setdefault(ref.input_key, ref)
-            num_fresh += len(indices)
-            private_start = end
+    pieces: list[PlacedPiece] = []
+    position = private_start = 0
+    fresh = iter(choice.fresh)
+    exact = iter(choice.exact)
+    for piece in (request.prefix, *request.pieces):
+        end = position + len(piece_ids(piece))
+        if isinstance(piece, ChunkRef):
+            indices, is_exact = next(fresh), next(exact)
+            if len(indices) < _blocks(piece.num_tokens, request.block_size):
+                if private_start < position:
+                    pieces.append(PrivatePiece(private_start, position - private_start))
+                pieces.append(MappedPiece(piece, position, piece.num_tokens, is_exact, _runs(indices)))
+                private_start = end
         position = end
-    last = PrivatePiece(private_start, request.prompt_tokens - private_start)
-    pieces.append(last)
-    num_fresh += sum(_blocks(piece.num_tokens, size) for piece in pieces if isinstance(piece, PrivatePiece))
+    pieces.append(PrivatePiece(private_start, request.prompt_tokens - private_start))
+    return _assemble(request, pieces, choice.look, choice.undecided)
+
+
+def place_behind(request: GenerateRequest, placement: Placement, found: Sequence[MappedPiece]) -> Placement:
+    """The placement with these pieces, in order, at the beginning of its open piece."""
+    opened = placement.open_piece
+    assert opened is not None and found[0].position == opened.position, "bug: a piece for another place"
+    pieces: list[PlacedPiece] = []
+    for piece in placement.pieces:
+        pieces.extend([*found] if piece is opened else [piece])
+        if piece is opened and found[-1].end < opened.end:
+            pieces.append(PrivatePiece(found[-1].end, opened.end - found[-1].end))
+    return _assemble(request, pieces, None, 0)
+
+
+def _assemble(
+    request: GenerateRequest, pieces: Sequence[PlacedPiece], look: LookRequest | None, undecided: int
+) -> Placement:
+    size = request.block_size
+    refs = {piece.ref.input_key: piece.ref for piece in pieces if isinstance(piece, MappedPiece)}
+    num_fresh = sum(
+        _blocks(piece.num_tokens, size)
+        if isinstance(piece, PrivatePiece)
+        else sum(count for _, count in piece.fresh)
+        for piece in pieces
+    )
+    last = pieces[-1]
     # the last token of an answer is never fed back, so its key needs no slot
     longest = last.num_tokens + request.sampling.max_tokens - 1
     growth = _blocks(longest, size) - _blocks(last.num_tokens, size)
-    most = num_fresh + growth + choice.undecided
-    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, most, choice.look)
+    most = num_fresh + growth + undecided
+    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, most, look)
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """`fresh`: of the prefix and each chunk, the blocks to compute. `undecided`: how many a look may add."""
+    """Of the prefix and each chunk.
 
+    Attributes:
+        exact: whether it stands behind its own context.
+        fresh: the blocks to compute.
+        undecided: how many a look may add.
+    """
+
+    exact: list[bool]
     fresh: list[list[int]]
     look: LookRequest | None = None
     undecided: int = 0
 
 
 def _choose(request: GenerateRequest, look: BlockMass | None) -> _Choice:
-    size = request.block_size
-    everything = (request.prefix, *request.chunks)
+    mapped = _mapped_chunks(request)
+    exact = [True, *(chunk.context_exact for chunk in mapped)]
     if request.reuse == "off":
-        return _Choice([list(range(_blocks(ref.num_tokens, size))) for ref in everything])
-    mapped = []
-    before = request.prefix.token_ids
-    for ref in request.chunks:
-        blocks = _blocks(ref.num_tokens, size)
-        mapped.append(MappedChunk(ref.num_tokens, blocks, context_exact=ref.context_ids == before))
-        before += ref.token_ids
+        sizes = [_blocks(ref.num_tokens, request.block_size) for ref in (request.prefix, *request.chunks)]
+        return _Choice(exact, [list(range(size)) for size in sizes])
     policy = request.policy
     most = policy.max_fresh_blocks(mapped) if policy.look is not None else 0
     if most and look is None:
-        return _Choice([[] for _ in everything], policy.look, most)
+        return _Choice(exact, [[] for _ in exact], policy.look, most)
     fresh = policy.fresh_blocks(mapped, look)
     assert len(fresh) == len(mapped) and all(
         list(indices) == sorted(set(indices) & set(range(chunk.num_blocks)))
         for indices, chunk in zip(fresh, mapped, strict=True)
     ), "bug: a policy named blocks that are not there, or not in order"
     assert look is None or sum(map(len, fresh)) <= most, "bug: a policy named more blocks than it said"
-    return _Choice([[], *fresh])
+    return _Choice(exact, [[], *fresh])
+
+
+def _mapped_chunks(request: GenerateRequest) -> list[MappedChunk]:
+    """The request's chunks as a policy sees them."""
+    mapped = []
+    before = request.prefix.token_ids
+    for piece in request.pieces:
+        if isinstance(piece, ChunkRef):
+            blocks = _blocks(piece.num_tokens, request.block_size)
+            mapped.append(MappedChunk(piece.num_tokens, blocks, context_exact=piece.context_ids == before))
+        before += piece_ids(piece)
+    return mapped
 
 
 def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:

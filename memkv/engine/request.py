@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -12,6 +12,7 @@ from memkv.engine.sampler import Sampling
 from memkv.errors import BadRequestError
 
 Reuse = Literal["auto", "off", "strict"]
+Piece = ChunkRef | tuple[int, ...]  # a chunk, or the token ids of a text
 
 
 class TextDecoder(Protocol):
@@ -26,12 +27,12 @@ class TextDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One answer: prefix, chunks and tail stand behind each other, positions from 0 without gaps.
+    """One answer: prefix, pieces and tail stand behind each other, positions from 0 without gaps.
 
     Attributes:
         prefix: the collection's; a ref without context, possibly without tokens.
         chunks: in prompt order; each was, or will be, prefilled behind the prefix.
-        tail_ids: what follows the chunks (the question and the answer's head); at least one token.
+        tail_ids: what follows them (the question and the answer's head); at least one token.
         block_size: of the collection's layout.
         policy: which blocks of the chunks are computed afresh.
         reuse: "auto" maps what there is and prefills what is missing; "strict" raises `ReuseUnavailable`
@@ -41,6 +42,8 @@ class GenerateRequest:
         queue_seconds: how long it may wait for blocks; the configuration's value by default.
         keep_logits: for measurements: the result carries the logits behind the last so many prompt tokens
             and behind every token of the answer.
+        pieces: for prompts with texts between the chunks, as a conversation has: all that stands between
+            prefix and tail. Given, it says what `chunks` are; otherwise it is the chunks.
     """
 
     prefix: ChunkRef
@@ -53,18 +56,31 @@ class GenerateRequest:
     decoder: Callable[[], TextDecoder] | None = None
     queue_seconds: float | None = None
     keep_logits: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            object.__setattr__(self, "pieces", self.chunks)
+        elif not self.chunks:
+            chunks = tuple(piece for piece in self.pieces if isinstance(piece, ChunkRef))
+            object.__setattr__(self, "chunks", chunks)
 
     @property
     def prompt_tokens(self) -> int:
-        return self.prefix.num_tokens + sum(chunk.num_tokens for chunk in self.chunks) + len(self.tail_ids)
+        between = sum(len(piece_ids(piece)) for piece in self.pieces)
+        return self.prefix.num_tokens + between + len(self.tail_ids)
 
     def prompt_ids(self) -> list[int]:
-        return [*_tokens_of((self.prefix, *self.chunks)), *self.tail_ids]
+        between = (token for piece in self.pieces for token in piece_ids(piece))
+        return [*self.prefix.token_ids, *between, *self.tail_ids]
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
         _validate_refs(self.prefix, self.chunks, vocab_size)
-        _validate_ids(self.tail_ids, vocab_size)
+        if self.chunks != tuple(piece for piece in self.pieces if isinstance(piece, ChunkRef)):
+            raise BadRequestError("pieces and chunks name other chunks", hint="give one of them")
+        for text in (*(piece for piece in self.pieces if isinstance(piece, tuple)), self.tail_ids):
+            _validate_ids(text, vocab_size)
         if not self.tail_ids:
             raise BadRequestError("the prompt has no tail", hint="a question is needed behind the chunks")
         if self.reuse not in ("auto", "off", "strict"):
@@ -92,8 +108,8 @@ class PrefillRequest:
         _validate_refs(self.prefix, self.chunks, vocab_size)
 
 
-def _tokens_of(refs: Iterable[ChunkRef]) -> Iterable[int]:
-    return (token for ref in refs for token in ref.token_ids)
+def piece_ids(piece: Piece) -> tuple[int, ...]:
+    return piece if isinstance(piece, tuple) else piece.token_ids
 
 
 def _validate_refs(prefix: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: int) -> None:

@@ -1,6 +1,8 @@
 """Which chunks are in device memory, who holds them, and which go when room is needed.
 
     missing ──pin──► reserved ──ready()──► resident, pinned ⇄ resident, idle ──evicted or dropped──► missing
+                        │                                         ▲
+                        │                                         └── adopt ── private blocks of a sequence
                         └─ last pin released before it was ready: its blocks are free again
 
 The cache itself holds one reference to every block of a chunk, and each pin one more; the sequences that map
@@ -87,7 +89,7 @@ class Pin:
         """Lets go, once. `cold`: what becomes idle is the first to be evicted, not the last."""
         if not self._released:
             self._released = True
-            for chunk in self.chunks:
+            for chunk in reversed(self.chunks):  # what others stand behind is evicted last
                 self._residency._unpin(chunk, cold)
 
     def __enter__(self) -> Self:
@@ -191,6 +193,16 @@ class Residency:
         """Gives private blocks back."""
         self._pool.release(blocks)
         self._num_private -= len(blocks)
+
+    def adopt(self, ref: ChunkRef, blocks: Sequence[int]) -> ResidentChunk:
+        """Takes written private blocks over as a chunk that nobody pins."""
+        assert ref.input_key not in self._chunks, "bug: a chunk was adopted twice"
+        chunk = ResidentChunk(ref, blocks)
+        chunk.ready = True
+        self._chunks[ref.input_key] = self._idle[ref.input_key] = chunk
+        self._num_private -= len(chunk.blocks)
+        self._num_idle_blocks += len(chunk.blocks)
+        return chunk
 
     def counts(self) -> BlockCounts:
         free, cached, private = self._pool.num_free, self._num_idle_blocks, self._num_private

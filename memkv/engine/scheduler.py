@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from memkv.config import EngineConfig
+from memkv.engine.arrangement import arrangements
 from memkv.engine.batch import Part
+from memkv.engine.continuations import Continuations
 from memkv.engine.prefill import ChunkFill, PrefillJob
 from memkv.engine.residency import Pin, Residency, ResidentChunk
 from memkv.engine.sequence import Sequence
@@ -25,8 +27,9 @@ Task = Sequence | PrefillJob
 class Scheduler:
     """The queues of one lane. Belongs to the engine's thread."""
 
-    def __init__(self, residency: Residency, config: EngineConfig) -> None:
+    def __init__(self, residency: Residency, continuations: Continuations, config: EngineConfig) -> None:
         self._residency = residency
+        self._continuations = continuations
         self._config = config
         self.waiting: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
@@ -48,6 +51,10 @@ class Scheduler:
         for place in (self.waiting, self.loading, self.running):
             if task in place:
                 place.remove(task)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return (*self.waiting, *self.loading, *self.running)
 
     def waiters(self, chunk: ResidentChunk) -> list[Task]:
         """Everyone who cannot go on before a chunk is ready, be it only because a fill stands behind it."""
@@ -79,12 +86,15 @@ class Scheduler:
             pin = self._residency.pin(wanted)
             task.start_next(pin, now)
             return pin
-        if not self._residency.fits(task.placement.refs, task.placement.num_private_blocks):
-            return None
-        pin = task.start(self._residency, now)
-        self.waiting.remove(task)
-        self.loading.append(task)
-        return pin
+        for arrangement in arrangements(task.asked, self._continuations):
+            placement = arrangement.placement
+            if self._residency.fits(placement.refs, placement.num_private_blocks):
+                pin = task.start(arrangement, self._residency, now)
+                self._continuations.touch(ref.input_key for ref in placement.refs)
+                self.waiting.remove(task)
+                self.loading.append(task)
+                return pin
+        return None
 
     def promote(self, now: float) -> None:
         """Lets those run whose chunks are all in place."""

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from memkv.engine.answer_text import AnswerText
+from memkv.engine.arrangement import Arrangement
 from memkv.engine.batch import Part
+from memkv.engine.continuations import Continuations, PromptOrigin
 from memkv.engine.generation import (
     FinishReason,
     Generation,
@@ -33,7 +35,10 @@ class Sequence:
                                   └─► looking ──choose──┘          where its policy looks first
 
     Attributes:
+        asked: as it was submitted.
+        request: as it is laid out.
         look: while it is looking; its run is then the looking pass.
+        leaves_run: whether it may leave its last run to later requests.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class Sequence:
         now: float,
         queue_seconds: float,
     ) -> None:
-        self.request = request
+        self.asked = self.request = request
         self.source = source
         self.generation = generation
         self.placement = place(request)
@@ -55,6 +60,7 @@ class Sequence:
         self.is_finished = False
         self.run: TokenRun | None = None
         self.look: Look | None = None
+        self.leaves_run = request.reuse != "off"
         self._eos_token_ids = () if request.sampling.ignore_eos else eos_token_ids
         self._answer = AnswerText(request.decoder() if request.decoder else None, request.sampling.stop)
         self._pin: Pin | None = None
@@ -64,6 +70,7 @@ class Sequence:
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logit_positions: list[int] = []
+        self._open_at = self._num_continued = 0
         self._healed_chunks = 0
         self._healed_tokens = 0
         self._looked_tokens = 0
@@ -75,6 +82,10 @@ class Sequence:
     @property
     def prefix(self) -> ChunkRef:
         return self.request.prefix
+
+    @property
+    def origin(self) -> PromptOrigin:
+        return PromptOrigin(self.prefix.input_key, tuple(ref.input_key for ref in self.request.chunks))
 
     @property
     def strict(self) -> bool:
@@ -92,8 +103,10 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self._token_ids)
 
-    def start(self, residency: Residency, now: float) -> Pin:
+    def start(self, arrangement: Arrangement, residency: Residency, now: float) -> Pin:
         """Takes every block that it will ever need. Raises `PoolExhausted` and then holds none."""
+        self.request, self.placement = arrangement.request, arrangement.placement
+        self._open_at, self._num_continued = arrangement.open_at, arrangement.num_continued
         pin = residency.pin(self.placement.refs)
         try:
             self._private = residency.allocate(self.placement.num_private_blocks)
@@ -129,6 +142,17 @@ class Sequence:
         """Notes that a chunk without valid KV is prefilled on this request's account."""
         self._healed_chunks += 1
         self._healed_tokens += chunk.ref.num_tokens
+
+    def leave_run(self, continuations: Continuations) -> None:
+        """At its end: what it computed last, behind a context that was exact throughout, outlives it."""
+        if not (self.leaves_run and self.placement.is_exact):
+            return
+        assert self.run is not None and self.run.remaining == 0, "bug: an answer ended before it was computed"
+        last = self.run.table.segments[-1]
+        ids = [*self.request.prompt_ids(), *self._token_ids]
+        if continuations.keep(self.origin, ids, last, self._open_at):
+            left = set(last.blocks)
+            self._private = [block for block in self._private if block not in left]
 
     def release(self, residency: Residency) -> None:
         """Gives back every block and pin; the one way out of each state. Doing it again does nothing."""
@@ -224,6 +248,7 @@ class Sequence:
             healed_chunks=self._healed_chunks,
             blocks_shared=len(set(self.run.table.shared_blocks())),
             blocks_fresh=self.placement.num_fresh_blocks,
+            continued_tokens=self._num_continued if is_ready else 0,
             fallback_reason="chunk_kv_missing" if self._healed_chunks else "",
         )
 

@@ -98,12 +98,12 @@ class Driver:
         self.source.kept.update({ref.input_key: made[i] for i, ref in enumerate(refs)})
         self.source.kept.update(other.source.kept)
 
-    def sequence(self, *chunks: ChunkRef, tail: int = 5, **changes: Any) -> Sequence:
+    def sequence(self, *chunks: ChunkRef, tail: int | tuple[int, ...] = 5, **changes: Any) -> Sequence:
         sampling = {name: changes.pop(name) for name in ("max_tokens",) if name in changes}
         request = GenerateRequest(
             changes.pop("prefix", self.prompts.prefix),
             chunks,
-            self.prompts.ids(tail),
+            self.prompts.ids(tail) if isinstance(tail, int) else tail,
             SIZE,
             changes.pop("policy", Map()),
             sampling=Sampling(**{"max_tokens": 4, **sampling}),

@@ -206,6 +206,73 @@ def test_a_prefix_without_tokens_is_served(load_tiny: Callable[[str], LoadedMode
     assert result.usage.cached_tokens == 0 and result.usage.healed_chunks == 1
 
 
+# What earlier answers left behind
+
+
+def conversation(
+    engine: Engine, model: PreTrainedModel, prompts: RandomPrompts, turns: int, new_tokens: int
+) -> None:
+    """Each turn computes its own text only, and answers as transformers does that sees the whole prompt."""
+    source = MemorySource()
+    chunks = tuple(prompts.chunk(30 + 9 * index) for index in range(3))
+    request = request_of(prompts, chunks, 11, Exact(), keep_logits=1, max_tokens=new_tokens)
+    result = generate(engine, source, request)
+    assert result.usage.prefilled_tokens == 13 + 30 + 39 + 48 + 11  # prefix and first chunk were not there
+    assert_same(result, own_forward(model, request, result), request)
+    for _ in range(turns - 1):
+        text = (*request.tail_ids, *result.token_ids)
+        request = request_of(
+            prompts, (), 14, Exact(), pieces=(*request.pieces, text), keep_logits=1, max_tokens=new_tokens
+        )
+        result = generate(engine, source, request)
+        assert result.usage.prefilled_tokens == 14 + 1  # the answer's last token was never fed back
+        assert_same(result, own_forward(model, request, result), request)
+    engine.check_integrity()
+
+
+def repeated_and_other_questions(engine: Engine, model: PreTrainedModel, prompts: RandomPrompts) -> float:
+    """Returns how far apart the logits of the same question asked twice are."""
+    source = MemorySource()
+    chunks = tuple(prompts.chunk(30 + 9 * index) for index in range(3))
+    first = request_of(prompts, chunks, 11, Exact(), keep_logits=1)
+    one, other = generate(engine, source, first), generate(engine, source, first)
+    assert other.usage.prefilled_tokens == 1
+    assert one.token_ids == other.token_ids
+    assert one.logits is not None and other.logits is not None
+    for length in (9, 25):
+        request = request_of(prompts, chunks, length, Exact())
+        result = generate(engine, source, request)
+        assert result.usage.prefilled_tokens == length
+        assert_same(result, own_forward(model, request, result), request)
+    return float((one.logits - other.logits).abs().max())
+
+
+def test_turns_of_a_conversation_are_the_models_own_forward(tiny: Setup) -> None:
+    conversation(*tiny, RandomPrompts(VOCAB_SIZE, seed=11), turns=5, new_tokens=7)
+
+
+def test_a_question_asked_again_and_another_one(tiny: Setup) -> None:
+    assert repeated_and_other_questions(*tiny, RandomPrompts(VOCAB_SIZE, seed=12)) <= 1e-4
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_a_run_is_used_for_part_of_a_block(tiny: Setup, block_size: int) -> None:
+    """Agreements of every length up to two blocks, behind a chunk that ends within one."""
+    engine, model = tiny
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=13 + block_size), MemorySource()
+    chunk, tail = prompts.chunk(21), prompts.ids(2 * block_size)
+    sampling = Sampling(max_tokens=2, ignore_eos=True)
+    for length in (2 * block_size, 1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size - 1):
+        ids = (*tail[:length], *prompts.ids(3))
+        request = GenerateRequest(
+            prompts.prefix, (chunk,), ids, block_size, Exact(), sampling=sampling, keep_logits=1
+        )
+        result = generate(engine, source, request)
+        assert result.usage.continued_tokens in (0, length)
+        assert_same(result, own_forward(model, request, result), request)
+    assert result.usage.continued_tokens == 2 * block_size - 1
+
+
 # SmolLM2
 
 
@@ -259,6 +326,11 @@ def test_smollm2_exact_off_and_mapped(smol: Setup) -> None:
         result = generate(engine, source, request)
         oracle = mapped_by_hand if policy == Map() else own_forward
         assert_same(result, oracle(model, request, result), request)
+
+
+def test_smollm2_converses_and_repeats(smol: Setup) -> None:
+    conversation(*smol, RandomPrompts(40_000, seed=14), turns=5, new_tokens=16)
+    assert repeated_and_other_questions(*smol, RandomPrompts(40_000, seed=15)) <= TOLERANCE
 
 
 def load_encoder(directory: Path) -> Callable[[str], tuple[int, ...]]:

@@ -19,6 +19,7 @@ from memkv.wire import (
 )
 
 QUARRY = "What do the trains carry from the quarry?"
+LIGHT = "When was the Skerry lighthouse lit for the first time?"
 
 
 def ask(memory: Memory, query: str = QUARRY, **fields):
@@ -54,7 +55,8 @@ def test_off_exact_and_strict_give_the_same_answer(smol_memory: Memory) -> None:
 
 
 def test_each_policy_says_what_it_computed(smol_memory: Memory) -> None:
-    by_policy = {name: ask(smol_memory, policy=name) for name in ("map", "head", "head:2", "exact")}
+    names = ("map", "head", "head:2", "exact")
+    by_policy = {name: ask(smol_memory, LIGHT, policy=name) for name in names}
     prefilled = [answer.usage.prefilled_tokens for answer in by_policy.values()]
     assert prefilled == sorted(prefilled)
     assert len(set(prefilled)) > 2
@@ -63,6 +65,14 @@ def test_each_policy_says_what_it_computed(smol_memory: Memory) -> None:
         assert usage.cached_tokens + usage.prefilled_tokens == usage.prompt_tokens, name
         assert 0 < answer.timings.ttft_ms <= answer.timings.total_ms
         assert answer.timings.retrieve_ms < answer.timings.ttft_ms
+
+
+def test_a_question_asked_again_is_answered_from_what_its_first_answer_left(smol_memory: Memory) -> None:
+    question = "How long is the Hollin valley railway?"
+    first, again = (ask(smol_memory, question, policy="exact") for _ in range(2))
+    assert again.answer == first.answer
+    assert again.usage.prefilled_tokens == 1 < first.usage.prefilled_tokens
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
 
 
 def test_a_stream_tells_the_same_as_the_answer(smol_memory: Memory) -> None:

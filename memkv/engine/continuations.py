@@ -1,0 +1,210 @@
+"""Runs that ended sequences leave behind: prompt tokens and answers whose whole context was exact.
+
+    first     | prefix | chunk A | chunk B, question, answer   |          the run that it leaves
+    again     | prefix | chunk A | chunk B, question |.|                  mapped but for one token
+    another   | prefix | chunk A | chunk B, | question, answer |          as far as the tokens agree
+    next turn | prefix | chunk A | chunk B, question, answer   | text, answer |     and so on
+
+A run is a resident chunk whose context is everything before it, so it is pinned, evicted and accounted for as
+chunks are. It is found by a hash of prefix and tokens, and used only for as many tokens as are the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memkv.engine.placement import MappedPiece
+from memkv.engine.residency import ChunkRef, Residency, ResidentChunk
+from memkv.kv.block_table import Segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptOrigin:
+    """What a prompt is made from.
+
+    Attributes:
+        prefix_key: stands for tenant, fingerprint and prefix.
+        chunk_keys: of its chunks, in prompt order.
+    """
+
+    prefix_key: str
+    chunk_keys: tuple[str, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.prefix_key, *self.chunk_keys)
+
+
+class Continuations:
+    """The runs of one lane. Belongs to the engine's thread.
+
+    Args:
+        max_blocks: of all runs together; 0 keeps none.
+        block_size: the fewest new tokens that make a run worth keeping.
+    """
+
+    def __init__(self, residency: Residency, max_blocks: int, block_size: int) -> None:
+        self._residency = residency
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._runs: OrderedDict[str, _Run] = OrderedDict()  # coldest first; dropped ones linger until swept
+        self._places: dict[tuple[str, int, int], list[_Place]] = {}  # prefix key, position, hash
+        self._num_kept = 0  # ever
+
+    def find(self, prefix_key: str, ids: Sequence[int], start: int, end: int) -> list[MappedPiece]:
+        """Runs that together hold the longest known beginning of ids[start:end], in order, without gaps."""
+        if not any(key[0] == prefix_key for key in self._places):
+            return []
+        steps: list[tuple[int, int, _Run]] = []  # from, to: each reaches farther than those before it
+        reach = position = start
+        state = _hash(0, ids[:start])
+        while position <= reach < end:
+            for place in self._places.get((prefix_key, position, state), ()):
+                best = place.longest(ids, end) if place.holds(ids) else None
+                if best is not None and best[0] > reach:
+                    reach, run = best
+                    steps.append((position, reach, run))
+            if position < end:
+                state = _hash(state, ids[position : position + 1])
+            position += 1
+        return [
+            MappedPiece(run.chunk.ref, first, last - first, exact=True)
+            for first, last, run in _shortest_chain(steps)
+        ]
+
+    def keep(self, origin: PromptOrigin, ids: Sequence[int], run: Segment, start: int) -> bool:
+        """Takes the blocks of a sequence's last run over, unless they would be of little use or too many.
+
+        Args:
+            ids: of the prompt and answer, up to the run's end at least.
+            run: private, computed throughout.
+            start: where runs for this prompt may begin; what others hold from there on is not kept twice.
+        """
+        self._sweep()
+        found = self.find(origin.prefix_key, ids, start, run.end)
+        num_new = run.end - max(found[-1].end if found else 0, run.position)
+        if num_new < self._block_size or not self._make_room(len(run.blocks)):
+            return False
+        before, own = tuple(ids[: run.position]), tuple(ids[run.position : run.end])
+        key = (origin.prefix_key, len(before), _hash(0, before))
+        places = self._places.setdefault(key, [])
+        place = next((place for place in places if place.ids == before), None)
+        if place is None:
+            place = _Place(before)
+            places.append(place)
+        self._num_kept += 1
+        ref = ChunkRef(f"run {self._num_kept}", place.ids, own)
+        kept = _Run(self._residency.adopt(ref, run.blocks), origin)
+        place.runs.append(kept)
+        self._runs[ref.input_key] = kept
+        self.touch(piece.ref.input_key for piece in found)
+        return True
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Notes that these are in use; of a chain, what stands in front is evicted last."""
+        for key in reversed(list(keys)):
+            if key in self._runs:
+                self._runs.move_to_end(key)
+
+    def drop(self, input_keys: Iterable[str]) -> None:
+        """Forgets the runs of prompts that were made from any of these."""
+        dropped = set(input_keys)
+        made = [run for run in self._runs.values() if not dropped.isdisjoint(run.origin.keys)]
+        self._residency.drop(run.chunk.ref.input_key for run in made)
+        self._sweep()
+
+    def chunk_orders(self, prefix_key: str) -> list[tuple[str, ...]]:
+        """The chunks of each prompt that left a run, the one used last first; each order once."""
+        alive = [run for run in reversed(self._runs.values()) if not run.chunk.dropped]
+        return list(dict.fromkeys(r.origin.chunk_keys for r in alive if r.origin.prefix_key == prefix_key))
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(run.chunk.blocks) for run in self._runs.values() if not run.chunk.dropped)
+
+    def check_integrity(self) -> None:
+        placed = [run for places in self._places.values() for place in places for run in place.runs]
+        assert len(placed) == len(self._runs), "bug: a run is mislaid"
+        for run in placed:
+            assert self._runs[run.chunk.ref.input_key] is run, "bug: a run is mislaid"
+        assert self.num_blocks <= self._max_blocks, "bug: runs exceed their budget"
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """Drops the coldest runs that nobody maps until so many blocks fit."""
+        spare = self._max_blocks - self.num_blocks
+        victims = []
+        for key, run in self._runs.items():
+            if spare >= num_blocks:
+                break
+            if run.chunk.pins == 0:
+                victims.append(key)
+                spare += len(run.chunk.blocks)
+        if spare < num_blocks:
+            return False
+        self._residency.drop(victims)
+        self._sweep()
+        return True
+
+    def _sweep(self) -> None:
+        """Takes out the runs whose blocks have gone, to whoever needed room."""
+        if not any(run.chunk.dropped for run in self._runs.values()):
+            return
+        self._runs = OrderedDict((key, run) for key, run in self._runs.items() if not run.chunk.dropped)
+        for places in self._places.values():
+            for place in places:
+                place.runs = [run for run in place.runs if not run.chunk.dropped]
+            places[:] = [place for place in places if place.runs]
+        self._places = {key: places for key, places in self._places.items() if places}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    chunk: ResidentChunk
+    origin: PromptOrigin
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Runs that stand behind exactly these tokens."""
+
+    ids: tuple[int, ...]
+    runs: list[_Run] = field(default_factory=list)
+
+    def holds(self, ids: Sequence[int]) -> bool:
+        return tuple(ids[: len(self.ids)]) == self.ids
+
+    def longest(self, ids: Sequence[int], end: int) -> tuple[int, _Run] | None:
+        """Where the run that agrees longest with `ids` ends, and that run."""
+        start = len(self.ids)
+        found = None
+        for run in self.runs:
+            if run.chunk.dropped:
+                continue
+            agreed = start
+            for own, asked in zip(run.chunk.ref.token_ids, ids[start:end], strict=False):
+                if own != asked:
+                    break
+                agreed += 1
+            if agreed > start and (found is None or agreed > found[0]):
+                found = agreed, run
+        return found
+
+
+def _hash(state: int, ids: Sequence[int]) -> int:
+    """The hash of tokens behind those that `state` is the hash of."""
+    for token in ids:
+        state = hash((state, token))
+    return state
+
+
+def _shortest_chain(steps: Sequence[tuple[int, int, _Run]]) -> list[tuple[int, int, _Run]]:
+    """Few of these spans that together cover all of them, each cut where the next one begins."""
+    chain: list[tuple[int, int, _Run]] = []
+    start, end = (steps[0][0], steps[-1][1]) if steps else (0, 0)
+    while end > start:
+        first, _, run = next(step for step in steps if step[1] >= end)  # of those, the one that begins first
+        chain.append((first, end, run))
+        end = first
+    return chain[::-1]
