@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memkv.engine.continuations import Continuations
 from memkv.engine.placement import Placement, place, place_behind
 from memkv.engine.request import GenerateRequest
+from memkv.engine.residency import ChunkRef
+
+_MAX_ORDERS = 8  # that are tried for one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,33 +19,39 @@ class Arrangement:
     """One of them.
 
     Attributes:
+        order: of the chunks, as indices into those of the request that was made.
         open_at: where earlier requests' runs could begin.
         num_continued: prompt tokens that such runs hold.
     """
 
     request: GenerateRequest
     placement: Placement
+    order: tuple[int, ...]
     open_at: int
     num_continued: int = 0
 
 
 def arrangements(request: GenerateRequest, continuations: Continuations) -> Iterator[Arrangement]:
     """The last one needs the blocks that were asked for when the request came, and no others."""
-    plain = _plain(request)
+    plain = _plain(request, tuple(range(len(request.chunks))))
     if request.reuse != "off":
-        continued = _continued(plain, continuations)
-        if continued is not plain:
-            yield continued
+        orders = _orders(request, continuations) if request.policy.reorders else []
+        reordered = [_plain(_in_order(request, order), order) for order in orders]
+        tried = [_continued(each, continuations) for each in (plain, *reordered)]
+        best = min(tried, key=lambda each: each.placement.num_fresh_tokens)  # of equals the order asked for
+        if best is not plain:
+            yield best
     yield plain
 
 
-def _plain(request: GenerateRequest) -> Arrangement:
+def _plain(request: GenerateRequest, order: tuple[int, ...]) -> Arrangement:
     placement = place(request)
     opened = placement.open_piece or placement.pieces[-1]
-    return Arrangement(request, placement, opened.position)
+    return Arrangement(request, placement, order, opened.position)
 
 
 def _continued(plain: Arrangement, continuations: Continuations) -> Arrangement:
+    """The arrangement behind the runs that hold the beginning of what it computes."""
     request, placement = plain.request, plain.placement
     opened = placement.open_piece
     if opened is None or placement.look is not None:
@@ -51,4 +61,30 @@ def _continued(plain: Arrangement, continuations: Continuations) -> Arrangement:
     if not found:
         return plain
     num_continued = sum(piece.num_tokens for piece in found)
-    return Arrangement(request, place_behind(request, placement, found), opened.position, num_continued)
+    return replace(plain, placement=place_behind(request, placement, found), num_continued=num_continued)
+
+
+def _orders(request: GenerateRequest, continuations: Continuations) -> list[tuple[int, ...]]:
+    """Orders whose beginning an earlier prompt had, those that share most tokens with it first."""
+    ahead = list(itertools.takewhile(lambda piece: isinstance(piece, ChunkRef), request.pieces))
+    shared: dict[tuple[int, ...], int] = {}
+    for keys in continuations.chunk_orders(request.prefix.input_key):
+        left = list(range(len(ahead)))
+        order: list[int] = []
+        for key in keys:
+            index = next((index for index in left if request.chunks[index].input_key == key), None)
+            if index is None:
+                break
+            left.remove(index)
+            order.append(index)
+        num_shared = sum(request.chunks[index].num_tokens for index in order)
+        order += left + list(range(len(ahead), len(request.chunks)))
+        if num_shared:
+            shared.setdefault(tuple(order), num_shared)
+    return sorted(shared, key=lambda order: -shared[order])[:_MAX_ORDERS]
+
+
+def _in_order(request: GenerateRequest, order: tuple[int, ...]) -> GenerateRequest:
+    chunks = iter(request.chunks[index] for index in order)
+    pieces = tuple(next(chunks) if isinstance(piece, ChunkRef) else piece for piece in request.pieces)
+    return replace(request, chunks=(), pieces=pieces)

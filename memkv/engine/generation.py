@@ -84,6 +84,7 @@ class GenerationResult:
         text: the answer: neither of them is part of it.
         logits: [num_kept, vocab_size] float32 where the request asked to keep them.
         logit_positions: of the tokens behind which the logits were taken.
+        chunk_order: the order in which the request's chunks stood in the prompt, as indices into them.
     """
 
     token_ids: list[int]
@@ -93,6 +94,7 @@ class GenerationResult:
     timings: Timings
     logits: Tensor | None = None
     logit_positions: tuple[int, ...] = ()
+    chunk_order: tuple[int, ...] = ()
 
 
 class Generation:

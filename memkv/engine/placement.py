@@ -82,6 +82,11 @@ class Placement:
         return sum(_blocks(ref.num_tokens, self.block_size) for ref in self.refs)
 
     @property
+    def num_fresh_tokens(self) -> int:
+        """Tokens of the private pieces."""
+        return sum(piece.num_tokens for piece in self.pieces if isinstance(piece, PrivatePiece))
+
+    @property
     def is_exact(self) -> bool:
         """Whether the KV of every token is, or becomes, what a full prefill makes of it."""
         return all(piece.exact for piece in self.pieces if isinstance(piece, MappedPiece))
@@ -216,12 +221,14 @@ def _choose(request: GenerateRequest, look: BlockMass | None) -> _Choice:
 def _mapped_chunks(request: GenerateRequest) -> list[MappedChunk]:
     """The request's chunks as a policy sees them."""
     mapped = []
-    before = request.prefix.token_ids
+    before, previous = request.prefix.token_ids, ""
     for piece in request.pieces:
         if isinstance(piece, ChunkRef):
             blocks = _blocks(piece.num_tokens, request.block_size)
-            mapped.append(MappedChunk(piece.num_tokens, blocks, context_exact=piece.context_ids == before))
+            is_exact, follows = piece.context_ids == before, bool(piece.after) and piece.after == previous
+            mapped.append(MappedChunk(piece.num_tokens, blocks, is_exact, follows))
         before += piece_ids(piece)
+        previous = piece.input_key if isinstance(piece, ChunkRef) else ""
     return mapped
 
 

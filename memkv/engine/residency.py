@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -26,11 +26,15 @@ from memkv.kv.chunk import ChunkKV
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A chunk by its key, with the tokens that its KV depends on. The prefix is one with no context."""
+    """A chunk by its key, with the tokens that its KV depends on. The prefix is one with no context.
+
+    `after`: the key of the chunk before it in its document, where the caller knows it.
+    """
 
     input_key: str
     context_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    after: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:

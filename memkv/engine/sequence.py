@@ -70,6 +70,7 @@ class Sequence:
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logit_positions: list[int] = []
+        self._order = tuple(range(len(request.chunks)))
         self._open_at = self._num_continued = 0
         self._healed_chunks = 0
         self._healed_tokens = 0
@@ -106,6 +107,7 @@ class Sequence:
     def start(self, arrangement: Arrangement, residency: Residency, now: float) -> Pin:
         """Takes every block that it will ever need. Raises `PoolExhausted` and then holds none."""
         self.request, self.placement = arrangement.request, arrangement.placement
+        self._order = arrangement.order
         self._open_at, self._num_continued = arrangement.open_at, arrangement.num_continued
         pin = residency.pin(self.placement.refs)
         try:
@@ -212,6 +214,7 @@ class Sequence:
             timings=self._timings(now),
             logits=torch.cat(self._logits) if self._logits else None,
             logit_positions=tuple(self._logit_positions),
+            chunk_order=self._order,
         )
 
     def _lay_out(self) -> None:

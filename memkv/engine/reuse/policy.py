@@ -14,13 +14,16 @@ from typing import Protocol
 class MappedChunk:
     """One retrieved chunk as a policy sees it, in prompt order.
 
-    `context_exact`: the chunk was prefilled behind exactly the tokens that stand before it in this prompt,
-    so that mapping it equals computing it.
+    Attributes:
+        context_exact: the chunk was prefilled behind exactly the tokens that stand before it in this prompt,
+            so that mapping it equals computing it.
+        follows: what stands right before it here is what stood right before it in its document.
     """
 
     num_tokens: int
     num_blocks: int
     context_exact: bool
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class ReusePolicy(Protocol):
     def look(self) -> LookRequest | None:
         """What it wants measured first: one pass of the tail over the prompt with every chunk mapped."""
         return None
+
+    @property
+    def reorders(self) -> bool:
+        """Whether chunks may be put in the order that earlier requests' prompts had."""
+        return False
 
     def max_fresh_blocks(self, mapped: Sequence[MappedChunk]) -> int:
         """No look can make it choose more blocks than that."""
