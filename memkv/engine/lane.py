@@ -17,7 +17,7 @@ from memkv.engine.continuations import Continuations
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
-from memkv.engine.pace import Pace
+from memkv.engine.pace import LEAST_TOKENS, Pace
 from memkv.engine.prefill import ChunkFill, PrefillJob
 from memkv.engine.residency import BlockCounts, Residency, ResidentChunk
 from memkv.engine.sampler import sample
@@ -28,7 +28,7 @@ from memkv.errors import MemKVError, ModelError, Overloaded
 from memkv.kv.block_pool import BlockPool
 from memkv.kv.layout import KVLayout
 
-# Seconds that one step of background prefill may keep a generation waiting, and a generation still to come.
+# Seconds that one step of prefill may keep a generation waiting, and a generation still to come.
 _SHARED_SECONDS = 0.15
 _ALONE_SECONDS = 0.5
 
@@ -92,7 +92,8 @@ class Lane:
         max_kept = int(config.continuation_share * num_blocks)
         self.continuations = Continuations(self.residency, max_kept, layout.block_size)
         self.scheduler = Scheduler(self.residency, self.continuations, config)
-        self.pace = Pace()
+        self.pace = Pace()  # of chunks
+        self.prompt_pace = Pace()
         self._config = config
         self._runner = runner
         self._agenda = agenda
@@ -167,7 +168,11 @@ class Lane:
     # Steps
 
     def generation_work(self) -> Work:
-        parts = self.scheduler.generation_parts()
+        """Prompts get all the tokens of a step, or a bounded time where others are in their answers."""
+        most = self._config.max_batch_tokens
+        if self.scheduler.has_answers:
+            most = min(most, self.prompt_pace.tokens_for(_SHARED_SECONDS))
+        parts = self.scheduler.generation_parts(most)
         return Work(partial(self._generate, parts), lambda: [part.owner for part in parts])
 
     def fill_work(self, *, shared: bool) -> Work:
@@ -209,6 +214,8 @@ class Lane:
 
     def _generate(self, parts: list[Part[Sequence]]) -> None:
         batch = Batch.build(parts)
+        started = time.monotonic()
+        num_prompt = sum(part.count for part in parts if not part.owner.num_generated)
         result = self._runner.run(batch, self.kv_cache)
         logits, masses = result.logits, iter(result.masses)
         assert logits is not None or not batch.logit_rows
@@ -232,6 +239,8 @@ class Lane:
                     done.append((part.owner, own[-1:]))
         if done:
             self._sample(done)
+        if num_prompt >= LEAST_TOKENS:
+            self.prompt_pace.observe(num_prompt, time.monotonic() - started)
 
     def _look(self, part: Part[Sequence], masses: Iterator[Tensor], completes: bool) -> None:
         """Some or all of a looking pass was made."""

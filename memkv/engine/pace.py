@@ -1,9 +1,9 @@
-"""How much background work fits between two steps that somebody waits for."""
+"""How much of a longer work fits between two steps that somebody waits for."""
 
 from __future__ import annotations
 
+LEAST_TOKENS = 128  # fewer are slower by the token, which would call for still fewer the next time
 _FIRST_TOKENS = 256
-_LEAST_TOKENS = 128  # fewer are slower by the token, which would call for still fewer the next time
 _WEIGHT = 0.3  # of the newest measurement
 
 
@@ -23,4 +23,4 @@ class Pace:
         """Tokens that take about so long, though never so few that they take longer by the token."""
         if not self.tokens_per_second:
             return _FIRST_TOKENS
-        return max(_LEAST_TOKENS, int(self.tokens_per_second * seconds))
+        return max(LEAST_TOKENS, int(self.tokens_per_second * seconds))

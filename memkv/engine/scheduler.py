@@ -125,16 +125,25 @@ class Scheduler:
     def has_fills(self) -> bool:
         return any(fill.can_run for fill in self.fills)
 
-    def generation_parts(self) -> list[Part[Sequence]]:
+    @property
+    def has_answers(self) -> bool:
+        """Whether any sequence is in the middle of its answer."""
+        return any(each.num_generated for each in self.running)
+
+    def generation_parts(self, prompt_budget: int) -> list[Part[Sequence]]:
         """One token of every sequence in the middle of its answer, then prompts in order of admission.
 
         A prompt gets what the answers leave, so that there are never more answers than tokens in a step.
+
+        Args:
+            prompt_budget: tokens of prompts, at most.
         """
         budget = self._config.max_batch_tokens
         answering = [each for each in self.running if each.num_generated]
         prompts = [each for each in self.running if not each.num_generated]
-        parts: list[Part[Sequence]] = []
-        for sequence in (*answering, *prompts):
+        parts = [each.part(1) for each in answering[:budget]]
+        budget = min(budget - len(parts), prompt_budget)
+        for sequence in prompts:
             assert sequence.run is not None
             count = min(budget, sequence.run.remaining)
             if count == 0:
