@@ -41,7 +41,7 @@ struct BlockMass {
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMassWarps * 32)
+__global__ void __launch_bounds__(kMassWarps * 32, 1)
     block_mass_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
   using Loop = BlockMass<T, kHeadDim>;
   using Numbers = Packed<T>;
@@ -57,30 +57,30 @@ __global__ void __launch_bounds__(kMassWarps * 32)
   const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
-  const int blocks_of_stage = stage_tokens / block_size, group = call.group();
+  const int blocks_of_stage = stage_tokens / block_size, group = work.shape.group;
 
+  RangeStart start = work.ranges[blockIdx.x];
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    RangeStart start = work.ranges[range];
+    if (range != blockIdx.x) start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
-      const QueryTile tile = work.tiles[start.tile];
-      const int taken = min(left, start.unit_length - start.stage);
+      const QueryTile& tile = start.of;
+      const int taken = min(left, tile.unit_length - start.stage);
       const int end = start.stage + taken;
-      const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const int64_t first_token = call.plan.query_start[tile.sequence];
-      const int num_tokens = call.plan.query_start[tile.sequence + 1] - int(first_token);
+      const int64_t first_token = tile.first_token;
+      const int num_tokens = tile.num_rows / group;
       const bool by_head = num_tokens == 1 && group <= 8;  // a row is a head, not a token
       const int tiles_of_head = by_head ? 1 : (num_tokens + 7) / 8;
       const int num_tiles = by_head ? 1 : group * tiles_of_head;
-      StageCursor cursor(work.runs + start.first_run, start.num_runs, start.stage);
+      StageCursor cursor(work, tile.first_run, tile.num_runs, start.stage);
 
       for (int begin = start.stage; begin < end;) {
         cursor.enter(begin);
-        const Segment segment = call.plan.segments[first_segment + cursor.run];
+        const Segment segment = call.plan.segments[tile.first_segment + cursor.run];
         const int batch_end = min(min(end, begin + kMassStages), cursor.end());
         const int count = batch_end - begin, in_segment = cursor.stage_of_segment(begin);
         const TileView view(segment, tile.least_position, tile.most_position, call.window);
-        const float* turn = turn_of(call, segment, first_segment + cursor.run);
+        const float* turn = turn_of(call, segment, tile.first_segment + cursor.run);
         for (int i = threadIdx.x; i < count * group * 2; i += kMassWarps * 32) sums[i] = 0.0f;
 
         for (int chunk = 0; chunk < num_tiles; chunk += kMassWarps) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMassWarps * 32)
       }
 
       left -= taken;
-      next_unit(work, call.plan, start, left);
+      next_unit(work, start, left);
     }
   }
 }

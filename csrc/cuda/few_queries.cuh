@@ -34,11 +34,12 @@ class StageCursor {
  public:
   int run;  // in the tile, as the segment in the sequence
 
-  __device__ __forceinline__ StageCursor(const StageRun* runs, int num_runs, int stage)
-      : run(0), runs_(runs), at_{}, end_(0) {
+  __device__ __forceinline__ StageCursor(
+      const Work& work, int first_run, int num_runs, int stage)
+      : run(0), work_(work), first_run_(first_run), at_{}, end_(0) {
     const int lane = threadIdx.x % 32;
     for (int base = 0; base < num_runs; base += 31) {  // a lane's run ends where the next begins
-      const StageRun mine = runs[min(base + lane, num_runs)];
+      const StageRun mine = work.runs[first_run + min(base + lane, num_runs)];
       const int end = __shfl_down_sync(0xffffffffu, mine.stages_before, 1);
       const unsigned found = __ballot_sync(0xffffffffu, lane < 31 && end > stage);
       if (found == 0) continue;
@@ -58,8 +59,8 @@ class StageCursor {
     if (stage < end_) return false;
     do {
       ++run;
-      at_ = runs_[run];
-      end_ = runs_[run + 1].stages_before;
+      at_ = work_.runs[first_run_ + run];
+      end_ = work_.runs[first_run_ + run + 1].stages_before;
     } while (stage >= end_);
     return true;
   }
@@ -72,7 +73,8 @@ class StageCursor {
   __device__ __forceinline__ int end() const { return end_; }
 
  private:
-  const StageRun* runs_;
+  const Work& work_;
+  int first_run_;
   StageRun at_;
   int end_;
 };
@@ -82,7 +84,8 @@ struct FewQueries {
   static constexpr int kRows = 8 * kTiles;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
-  static constexpr int kAtOnce = kTiles * kSteps > 16 ? 2 : 4;  // fragments on their way
+  static constexpr int kAtOnce = kTiles * kSteps > 16 ? 1 : kTiles * kSteps > 8 ? 4 : 2;  // fragments on their way
+  static constexpr int kBlocksAtOnce = kTiles * kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
   static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
@@ -90,7 +93,7 @@ struct FewQueries {
   static_assert(kQueryBytes >= kRows * kHeadDim * 4, "partials take the place of the query");
 
   struct Layout {
-    int ring, query, rows, states, positions, barriers, flag, bytes;
+    int ring, query, rows, states, starts, positions, barriers, flag, bytes;
 
     __host__ __device__ Layout(int warps, int stages, int stage_tokens) {
       const int slab = stage_tokens * kHeadDim * 2;
@@ -98,7 +101,8 @@ struct FewQueries {
       query = ring + warps * stages * 2 * slab;
       rows = query + warps * kQueryBytes;
       states = rows + kRows * kRowFloats * 4;
-      positions = states + warps * kRows * 16;
+      starts = states + warps * kRows * 16;
+      positions = starts + warps * int(sizeof(RangeStart));
       barriers = positions + kRows * 4;
       flag = barriers + warps * stages * 2 * 8;
       bytes = flag + 16;
@@ -106,22 +110,72 @@ struct FewQueries {
   };
 };
 
+// Which blocks a stage has; the second is -1 where there is none.
+struct StageBlocks {
+  int32_t id[2];
+};
+
+// The blocks of a warp's stages, read 32 stages at a time: one for each lane.
+class BlockList {
+ public:
+  __device__ __forceinline__ BlockList(
+      const Attention& call, const Work& work, int first_run, int end, int blocks_of_stage)
+      : call_(call),
+        work_(work),
+        first_run_(first_run),
+        end_(end),
+        blocks_(blocks_of_stage),
+        base_(INT32_MIN / 2),
+        mine_{} {}
+
+  // Of a stage; run is one that does not begin behind it. Stages never go back.
+  __device__ __forceinline__ StageBlocks of(int stage, int run) {
+    if (stage >= base_ + 32) {
+      base_ = stage;
+      read(run);
+    }
+    return {{__shfl_sync(0xffffffffu, mine_.id[0], stage - base_),
+             blocks_ == 2 ? __shfl_sync(0xffffffffu, mine_.id[1], stage - base_) : -1}};
+  }
+
+ private:
+  __device__ __forceinline__ void read(int run) {
+    const int stage = base_ + int(threadIdx.x % 32);
+    const int last = min(base_ + 31, end_ - 1);
+    for (;; ++run) {
+      const StageRun at = work_.runs[first_run_ + run];
+      const int next = work_.runs[first_run_ + run + 1].stages_before;
+      if (stage >= at.stages_before && stage < next && stage <= last) {
+        const int first = (at.first_stage + stage - at.stages_before) * blocks_;
+        const int32_t* ids = call_.plan.block_ids + at.first_entry + first;
+        mine_.id[0] = __ldg(ids);
+        if (blocks_ == 2) {
+          mine_.id[1] = (first + 1) * call_.cache.block_size < at.num_tokens ? __ldg(ids + 1) : -1;
+        }
+      }
+      if (last < next) break;
+    }
+  }
+
+  const Attention& call_;
+  const Work& work_;
+  int first_run_, end_, blocks_, base_;
+  StageBlocks mine_;
+};
+
 // One warp's stages in flight.
 class StageRing {
  public:
   __device__ __forceinline__ StageRing(const PagedCache& cache,
-                                       const int32_t* block_ids,
                                        uint32_t data,
                                        uint32_t barriers,
                                        int stages,
                                        int stage_tokens)
       : cache_(cache),
-        block_ids_(block_ids),
         data_(data),
         barriers_(barriers),
         block_bytes_(cache.head_dim * cache.block_size * 2),
         stage_bytes_(cache.head_dim * stage_tokens * 2),
-        blocks_(stage_tokens / cache.block_size),
         stages_(stages),
         slot_(0),
         parity_(0) {}
@@ -129,19 +183,8 @@ class StageRing {
   __device__ __forceinline__ uint32_t keys() const { return data_ + slot_ * 2 * stage_bytes_; }
   __device__ __forceinline__ uint32_t values() const { return keys() + stage_bytes_; }
 
-  // Which blocks a stage has; the second is -1 where there is none.
-  struct Blocks {
-    int32_t id[2];
-  };
-  __device__ __forceinline__ Blocks blocks_of(const StageCursor& cursor, int stage) const {
-    const int32_t first = cursor.stage_of_segment(stage) * blocks_;
-    const int32_t* ids = block_ids_ + cursor.first_entry() + first;
-    const bool two = blocks_ == 2 && (first + 1) * cache_.block_size < cursor.num_tokens();
-    return {{__ldg(ids), two ? __ldg(ids + 1) : -1}};
-  }
-
   // Asks for the K (part 0) or V (part 1) of a stage, `ahead` slots on.
-  __device__ __forceinline__ void ask(int part, int ahead, const Blocks& blocks, int kv_head) {
+  __device__ __forceinline__ void ask(int part, int ahead, const StageBlocks& blocks, int kv_head) {
     int slot = slot_ + ahead;
     if (slot >= stages_) slot -= stages_;
     const uint32_t to = data_ + (2 * slot + part) * stage_bytes_;
@@ -201,30 +244,21 @@ class StageRing {
 
  private:
   const PagedCache& cache_;
-  const int32_t* block_ids_;
   uint32_t data_, barriers_;
-  int block_bytes_, stage_bytes_, blocks_, stages_;
+  int block_bytes_, stage_bytes_, stages_;
   int slot_;
   uint32_t parity_;
 };
 
 // From the end of a unit to the next, over tiles that see nothing.
-__device__ __forceinline__ void next_unit(const Work& work,
-                                          const StepPlan& plan,
-                                          RangeStart& at,
-                                          int left) {
+__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int left) {
   at.stage = 0;
-  at.unit_begin += at.unit_length;
+  at.unit_begin += at.of.unit_length;
   if (++at.kv_head < work.shape.num_kv_heads || left <= 0) return;
   at.kv_head = 0;
   do {
-    ++at.tile;
-  } while (work.tiles[at.tile].unit_length == 0);
-  const QueryTile tile = work.tiles[at.tile];
-  at.first_run = tile.first_run;
-  at.num_runs = plan.segment_start[tile.sequence + 1] - plan.segment_start[tile.sequence];
-  at.num_stages = tile.num_stages;
-  at.unit_length = tile.unit_length;
+    at.of = work.tiles[++at.tile];
+  } while (at.of.unit_length == 0);
 }
 
 // Elements of a 16-token tile at or past `valid`, where memory may hold anything, become 0.
@@ -241,7 +275,8 @@ __device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
 }
 
 template <typename T, int kHeadDim, int kTiles, int kTerms>
-__global__ void __launch_bounds__(kMostFewWarps * 32)
+__global__ void __launch_bounds__(kMostFewWarps * 32,
+                                  FewQueries<T, kHeadDim, kTiles, kTerms>::kBlocksAtOnce)
     few_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
   using Loop = FewQueries<T, kHeadDim, kTiles, kTerms>;
   using Numbers = Packed<T>;
@@ -267,7 +302,6 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
   __syncwarp();
 #endif
   StageRing ring(call.cache,
-                 call.plan.block_ids,
                  shared_address(shared + at.ring) +
                      warp * num_stages * 2 * stage_tokens * kHeadDim * 2,
                  barriers,
@@ -283,51 +317,71 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
                           v_token % block_size * 2 + v_row * block_size * 2;
   const uint32_t step_bytes = 2 * block_size * 16;  // of K and of V alike
 
+  // Each warp has its own copy of where it is: in shared memory, as registers are short.
+  RangeStart& start = *reinterpret_cast<RangeStart*>(shared + at.starts + warp * sizeof(RangeStart));
+  constexpr int kStartInts = sizeof(RangeStart) / 4;
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    RangeStart start = work.ranges[range];
+    if (lane < kStartInts) {
+      reinterpret_cast<int32_t*>(&start)[lane] =
+          reinterpret_cast<const int32_t*>(work.ranges + range)[lane];
+    }
+    __syncwarp();
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
-      const int taken = min(left, start.unit_length - start.stage);
-      const int begin = start.stage, end = min(begin + taken, start.num_stages);
+      const QueryTile& tile = start.of;
+      const int taken = min(left, tile.unit_length - start.stage);
+      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
-      // 1. Ask for the first stages. Block ids are read a stage before they are asked for.
+      // 1. The query rows are on their way while the first stages are looked up and asked for.
+      constexpr int kTwos = kHeadDim / 2, kMine = 1;
+      const auto load_query = [&](int i) {
+        const int row = i / kTwos, d = i % kTwos * 2;
+        if (row >= tile.num_rows) return float2{};
+        const RowPlace place = place_of(work, tile, start.kv_head, row);
+        return load_two(call.q, call.q.offset(place.token, place.head) + d);
+      };
+      const auto keep_query = [&](int i, float2 two) {
+        *reinterpret_cast<float2*>(rows + i / kTwos * Loop::kRowFloats + i % kTwos * 2) = two;
+      };
+      float2 early[kMine];
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        early[i] = load_query(min(int(threadIdx.x + i * blockDim.x), Loop::kRows * kTwos - 1));
+      }
+      int32_t my_position = 0;
+      if (threadIdx.x < Loop::kRows) {
+        const int row = min(int(threadIdx.x), tile.num_rows - 1);
+        my_position =
+            __ldg(call.plan.query_position + place_of(work, tile, start.kv_head, row).token);
+      }
+
       const int my_begin = begin + (end - begin) * warp / num_warps;
       const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
-      StageCursor asked(work.runs + start.first_run, start.num_runs, my_begin);
-      StageCursor taken_from = asked;
-      StageRing::Blocks next{{0, -1}};
-      const auto look_up = [&](int stage) {
-        if (stage >= my_end) return;
-        asked.enter(stage);
-        next = ring.blocks_of(asked, stage);
-      };
-      look_up(my_begin);
+      StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
+      BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
       for (int i = 0; i < num_stages; ++i) {
-        const StageRing::Blocks blocks = next;
         const bool some = my_begin + i < my_end;
-        look_up(my_begin + i + 1);
-        if (some) ring.ask(0, i, blocks, start.kv_head);
+        StageBlocks blocks{{0, -1}};
+        if (some) {
+          blocks = list.of(my_begin + i, taken_from.run);
+          ring.ask(0, i, blocks, start.kv_head);
+        }
         ring.commit();
         if (some) ring.ask(1, i, blocks, start.kv_head);
         ring.commit();
       }
 
-      // 2. The query rows, and where they stand: a warp takes a row.
-      const QueryTile tile = work.tiles[start.tile];
-      const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const Segment* segments = call.plan.segments + first_segment;
-      for (int row = warp; row < Loop::kRows; row += num_warps) {
-        const bool used = row < tile.num_rows;
-        const RowPlace place =
-            place_of(call, tile, start.kv_head, used ? row : tile.num_rows - 1);
-        const int64_t offset = call.q.offset(place.token, place.head);
+      // 2. The query rows, and where they stand.
 #pragma unroll
-        for (int d = 2 * lane; d < kHeadDim; d += 64) {
-          *reinterpret_cast<float2*>(rows + row * Loop::kRowFloats + d) =
-              used ? load_two(call.q, offset + d) : float2{};
-        }
-        if (lane == 0) positions[row] = call.plan.query_position[place.token];
+      for (int i = 0; i < kMine; ++i) {
+        const int at_row = threadIdx.x + i * blockDim.x;
+        if (at_row < Loop::kRows * kTwos) keep_query(at_row, early[i]);
       }
+      for (int i = threadIdx.x + kMine * blockDim.x; i < Loop::kRows * kTwos; i += blockDim.x) {
+        keep_query(i, load_query(i));
+      }
+      if (threadIdx.x < Loop::kRows) positions[threadIdx.x] = my_position;
+      const Segment* segments = call.plan.segments + tile.first_segment;
       __syncthreads();
 
       float top[kTiles][2], exact[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
@@ -349,29 +403,30 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
         if (taken_from.enter(stage) || stage == my_begin) {
           segment = segments[taken_from.run];
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
-          const float* turn = turn_of(call, segment, first_segment + taken_from.run);
+          const float* turn = turn_of(call, segment, tile.first_segment + taken_from.run);
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const float* row = rows + (t * 8 + g) * Loop::kRowFloats;
-            const auto load = [&](int d) { return *reinterpret_cast<const float2*>(row + d); };
-#pragma unroll 4
-            for (int step = 0; step < kSteps; ++step) {
-              const float2 low = turned_two(load, turn, pairs, 16 * step + 2 * q);
-              const float2 high = turned_two(load, turn, pairs, 16 * step + 2 * q + 8);
-              uint32_t b0[kTerms], b1[kTerms];
-              split<T, kTerms>(low.x, low.y, b0);
-              split<T, kTerms>(high.x, high.y, b1);
-              query[(t * kSteps + step) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
-              if constexpr (kTerms == 3) {
-                reinterpret_cast<uint2*>(query + kTiles * kSteps * 32)
-                    [(t * kSteps + step) * 32 + lane] = {b0[2], b1[2]};
-              }
-            }
+            turn_rows<kSteps, 1, (kTiles * kSteps > 16 ? 1 : 2)>(
+                turn,
+                pairs,
+                q,
+                [&](int, int d) { return *reinterpret_cast<const float2*>(row + d); },
+                [&](int step, const float2(&low)[1], const float2(&high)[1]) {
+                  uint32_t b0[kTerms], b1[kTerms];
+                  split<T, kTerms>(low[0].x, low[0].y, b0);
+                  split<T, kTerms>(high[0].x, high[0].y, b1);
+                  query[(t * kSteps + step) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
+                  if constexpr (kTerms == 3) {
+                    reinterpret_cast<uint2*>(query + kTiles * kSteps * 32)
+                        [(t * kSteps + step) * 32 + lane] = {b0[2], b1[2]};
+                  }
+                });
           }
         }
         const int stage_begin = taken_from.stage_of_segment(stage) * stage_tokens;
         ring.wait(0);
-        StageRing::Blocks later{{0, -1}};
+        StageBlocks later{{0, -1}};
 
         for (int part = 0; part < stage_tokens; part += 16) {
           const int first_token = stage_begin + part;
@@ -381,11 +436,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
 
           // Scores of 16 tokens, in sums of every other step: products in a row wait for each
           // other. Fragments are loaded some steps at once.
-          float score[kTiles][4][4];  // [tile][term pair, step % 2][element]
+          float score[kTiles][3][4];  // [tile][first term, even and odd steps; the other terms]
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) score[t][i / 4][i % 4] = 0.0f;
+            for (int i = 0; i < 12; ++i) score[t][i / 4][i % 4] = 0.0f;
           }
 #pragma unroll
           for (int base = 0; base < kSteps; base += Loop::kAtOnce) {
@@ -406,11 +461,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
                 Numbers::multiply_add(score[t][i % 2], k[i].r, b[t][i].x, b[t][i].y);
-                Numbers::multiply_add(score[t][2 + i % 2], k[i].r, b[t][i].z, b[t][i].w);
+                Numbers::multiply_add(score[t][2], k[i].r, b[t][i].z, b[t][i].w);
                 if constexpr (kTerms == 3) {
                   const uint2 c = reinterpret_cast<const uint2*>(
                       query + kTiles * kSteps * 32)[(t * kSteps + base + i) * 32 + lane];
-                  Numbers::multiply_add(score[t][2 + i % 2], k[i].r, c.x, c.y);
+                  Numbers::multiply_add(score[t][2], k[i].r, c.x, c.y);
                 }
               }
             }
@@ -418,8 +473,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
           if (last_part) {  // K is read: ask for what takes its place.
             __syncwarp();
             if (stage + num_stages < my_end) {
-              later = next;
-              look_up(stage + num_stages + 1);
+              later = list.of(stage + num_stages, taken_from.run);
               ring.ask(0, 0, later, start.kv_head);
             }
             ring.commit();
@@ -434,7 +488,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
             float s[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              s[i] = (score[t][0][i] + score[t][1][i]) + (score[t][2][i] + score[t][3][i]);
+              s[i] = (score[t][0][i] + score[t][1][i]) + score[t][2][i];
             }
             scaled(s);
             if (edge) {
@@ -554,7 +608,6 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
         }
       }
       __syncthreads();
-      constexpr int kTwos = kHeadDim / 2;
       const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
       const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
       for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
@@ -571,7 +624,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
         }
         if (parts.count == 1) {
           finish_row(call,
-                     place_of(call, tile, start.kv_head, row),
+                     place_of(work, tile, start.kv_head, row),
                      d,
                      merging.sums(),
                      merging.a,
@@ -589,7 +642,9 @@ __global__ void __launch_bounds__(kMostFewWarps * 32)
 
       // 5. The next unit.
       left -= taken;
-      next_unit(work, call.plan, start, left);
+      __syncwarp();
+      if (lane == 0) next_unit(work, start, left);
+      __syncwarp();
     }
   }
   finish_blind_tiles<kHeadDim>(call, work, header);

@@ -51,10 +51,10 @@ struct FewLaunch {
       if (warps > 0 && w != warps) continue;
       for (int s = kMostFewStages; s > 0; --s) {
         if (stages > 0 && s != stages) continue;
-        // The most bytes in flight on the device; of equals, blocks of fewer warps.
+        // As many warps as fit, so that one's arithmetic covers another's wait; then stages.
         const int found = workers(kernel, 32 * w, bytes(w, s, stage_tokens));
-        const int64_t in_flight = int64_t{found} * w * s;
-        if (found > 0 && in_flight >= best_bytes) {
+        const int64_t in_flight = int64_t{found} * w * 16 + s;
+        if (found > 0 && in_flight > best_bytes) {
           best_bytes = in_flight;
           best = {8 * kTiles, stage_tokens, w, s, found};
         }
@@ -69,6 +69,13 @@ struct FewLaunch {
             call, work);
   }
 };
+
+template <typename T, int kHeadDim>
+auto many_kernel(int block_size) {
+  return block_size == 8    ? many_queries_kernel<T, kHeadDim, 8>
+         : block_size == 16 ? many_queries_kernel<T, kHeadDim, 16>
+                            : many_queries_kernel<T, kHeadDim, 32>;
+}
 
 template <typename T, int kHeadDim>
 LoopShape loop_shape_of(
@@ -86,7 +93,7 @@ LoopShape loop_shape_of(
               Many::kTokens,
               kManyWarps,
               kManyStages,
-              workers(many_queries_kernel<T, kHeadDim>, kManyWarps * 32, Many::kBytes)};
+              workers(many_kernel<T, kHeadDim>(block_size), kManyWarps * 32, Many::kBytes)};
     default:
       return {INT32_MAX,
               stage_tokens,
@@ -102,8 +109,8 @@ template <typename T, int kHeadDim>
 void attend_of(
     const Attention& call, const Work& work, Loop loop, bool exact, cudaStream_t stream) {
   if (loop == Loop::kMany) {
-    many_queries_kernel<T, kHeadDim>
-        <<<work.grid, kManyWarps * 32, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
+    const auto kernel = many_kernel<T, kHeadDim>(call.cache.block_size);
+    kernel<<<work.grid, kManyWarps * 32, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
   } else if (exact) {
     FewLaunch<T, kHeadDim, 1, 3>::attend(call, work, stream);
   } else if (work.shape.tile_rows == 8) {

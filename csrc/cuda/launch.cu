@@ -99,6 +99,7 @@ Work work_at(void* memory,
   lay_out(arrays, work, num_seqs, max_tiles, max_runs);
   work.partials = partials;
   work.max_tiles = int32_t(max_tiles);
+  work.group_magic = 65536u / uint32_t(shape.group) + 1;
   work.grid = grid;
   work.warps = warps;
   work.stages = stages;

@@ -5,7 +5,7 @@
 //
 // Rows of a tile are query tokens times the heads of a kv head; their positions may be any. Grid
 // and ranges as in few_queries.cuh, with stages of 64 tokens (32 where head_dim is 256) that all
-// warps share: a ring of three, filled by cp.async, 16 bytes a thread.
+// warps share: a ring of three, filled by cp.async, 16 bytes a thread at a time.
 //
 //     K in shared memory   [head_dim / 8][stage tokens][8]    as in a block, but blocks side by side
 //     V in shared memory   [stage tokens / 8][head_dim][8]    8 x 8 core matrices too: no bank twice
@@ -47,44 +47,43 @@ struct ManyQueries {
 
 // Copies K and V of a stage; tokens past `valid` become zeros. ids are in shared memory, and name
 // a block that exists even where no token is used.
-template <typename Loop, int kHeadDim>
+template <typename Loop, int kHeadDim, int kBlockSize>
 __device__ __forceinline__ void copy_stage(
     const PagedCache& cache, const int32_t* ids, int valid, int kv_head, uint32_t to) {
   constexpr int kThreads = kManyWarps * 32, kTokens = Loop::kTokens;
   constexpr int kPieces = Loop::kKeyBytes / 16;
+  constexpr int kSlabBytes = kHeadDim * kBlockSize * 2, kGroups = kBlockSize / 8;
   static_assert(kThreads % kTokens == 0);
-  const int block_size = cache.block_size;
-  const int block_shift = 31 - __clz(block_size), group_shift = block_shift - 3;
-  const int64_t slab = int64_t{kv_head} * (kHeadDim * block_size * 2);
+  const bool whole = valid >= kTokens;
   {  // 16 bytes of one token: a thread's token is always the same
-    const int token = threadIdx.x % kTokens, slot = token & (block_size - 1);
-    const bool used = token < valid;
-    const char* from = static_cast<const char*>(cache.k) + slab +
-                       ids[token >> block_shift] * cache.k_block_stride * 2 + slot * 16;
+    const int token = threadIdx.x % kTokens;
+    const int bytes = token < valid ? 16 : 0;
+    const char* from = static_cast<const char*>(cache.k) + kv_head * kSlabBytes +
+                       ids[token / kBlockSize] * cache.k_block_stride * 2 +
+                       (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
 #pragma unroll
     for (int i = 0; i < kPieces; i += kThreads) {
-      const int piece = i / kTokens + threadIdx.x / kTokens;
       if (kPieces % kThreads != 0 && i + threadIdx.x >= kPieces) break;
-      copy_async_16(to + (i + threadIdx.x) * 16, from + piece * block_size * 16, used ? 16 : 0);
+      copy_async_16(to + (i + threadIdx.x) * 16, from + i / kTokens * kBlockSize * 16, bytes);
     }
   }
 #pragma unroll
   for (int i = 0; i < kPieces; i += kThreads) {  // 8 tokens of one dimension
     const int at = i + threadIdx.x;
     if (kPieces % kThreads != 0 && at >= kPieces) break;
-    const int group = at & ((1 << group_shift) - 1), row = at >> group_shift;
-    const int block = row / kHeadDim, d = row - block * kHeadDim;
-    const int token = (block << block_shift) + group * 8;
-    const int count = min(8, max(0, valid - token));
-    const char* from = static_cast<const char*>(cache.v) + slab +
-                       ids[block] * cache.v_block_stride * 2 + d * block_size * 2 + group * 16;
-    copy_async_16(to + Loop::kKeyBytes + (token / 8) * Loop::kValueGroupBytes + d * 16,
-                  from,
-                  count * 2);
+    const int group = at % kGroups, row = at / kGroups, block = row / kHeadDim;
+    const int token = block * kBlockSize + group * 8;
+    const char* from = static_cast<const char*>(cache.v) + kv_head * kSlabBytes +
+                       ids[block] * cache.v_block_stride * 2 +
+                       (at - block * (kHeadDim * kGroups)) * 16;
+    copy_async_16(
+        to + Loop::kKeyBytes + token / 8 * Loop::kValueGroupBytes + (row - block * kHeadDim) * 16,
+        from,
+        whole ? 16 : min(8, max(0, valid - token)) * 2);
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kBlockSize>
 __global__ void __launch_bounds__(kManyWarps * 32, 1)
     many_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
   using Loop = ManyQueries<T, kHeadDim>;
@@ -101,23 +100,25 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   const WorkHeader header = *work.header;
   const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
-  const int blocks_of_stage = kTokens / call.cache.block_size;
+  constexpr int kBlocks = kTokens / kBlockSize;
 
   // Where this lane's row of a fragment is: of K tokens 0..7 and 8..15 in turn, of V dimensions.
   const uint32_t k_lane = (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * (kTokens * 16);
   const uint32_t v_lane = Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 +
                           lane / 8 % 2 * Loop::kValueGroupBytes;
 
+  RangeStart start = work.ranges[blockIdx.x];
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    RangeStart start = work.ranges[range];
+    if (range != blockIdx.x) start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
-      const int taken = min(left, start.unit_length - start.stage);
-      const int begin = start.stage, end = min(begin + taken, start.num_stages);
+      const QueryTile& tile = start.of;
+      const int taken = min(left, tile.unit_length - start.stage);
+      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
       // 1. Look up the blocks of the first stages, and ask for them. Stage i's ids and number of
       // tokens are in places i % kManyLookups, written one barrier before they are read.
-      StageCursor asked(work.runs + start.first_run, start.num_runs, begin);
+      StageCursor asked(work, tile.first_run, tile.num_runs, begin);
       StageCursor taken_from = asked;
       int valid[2] = {0, 0};  // tokens of the next stage to be asked for, and of the one behind
       const auto look_up = [&](int stage) {
@@ -126,15 +127,15 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         asked.enter(stage);
         const int in_segment = asked.stage_of_segment(stage);
         valid[1] = asked.num_tokens() - in_segment * kTokens;
-        if (threadIdx.x < blocks_of_stage) {
-          const bool used = threadIdx.x * call.cache.block_size < valid[1];
+        if (threadIdx.x < kBlocks) {
+          const bool used = int(threadIdx.x) * kBlockSize < valid[1];
           ids[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] =
-              __ldg(call.plan.block_ids + asked.first_entry() + in_segment * blocks_of_stage +
+              __ldg(call.plan.block_ids + asked.first_entry() + in_segment * kBlocks +
                     (used ? threadIdx.x : 0));
         }
       };
       const auto ask = [&](int stage, int slot, int tokens) {
-        copy_stage<Loop, kHeadDim>(call.cache,
+        copy_stage<Loop, kHeadDim, kBlockSize>(call.cache,
                                    ids + (stage - begin) % kManyLookups * (kTokens / 8),
                                    tokens,
                                    start.kv_head,
@@ -150,15 +151,13 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         if (begin + i < end) ask(begin + i, i, first_two[i]);
         copy_async_commit();
       }
-      const QueryTile tile = work.tiles[start.tile];
-      const int32_t first_segment = call.plan.segment_start[tile.sequence];
-      const Segment* segments = call.plan.segments + first_segment;
+      const Segment* segments = call.plan.segments + tile.first_segment;
 
       // 2. Where the rows stand.
       for (int row = threadIdx.x; row < kManyRows; row += kManyWarps * 32) {
         positions[row] =
             call.plan
-                .query_position[place_of(call, tile, start.kv_head, min(row, tile.num_rows - 1))
+                .query_position[place_of(work, tile, start.kv_head, min(row, tile.num_rows - 1))
                                     .token];
       }
       __syncthreads();
@@ -198,34 +197,33 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
           view = TileView(segment, least, most, call.window);
           sees[0] = visible_tokens(segment, position[0], call.window);
           sees[1] = visible_tokens(segment, position[1], call.window);
-          const float* turn = turn_of(call, segment, first_segment + taken_from.run);
+          const float* turn = turn_of(call, segment, tile.first_segment + taken_from.run);
           two_terms = turn != nullptr;
           int64_t offset[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int row = min(warp * 16 + g + 8 * i, tile.num_rows - 1);
-            const RowPlace place = place_of(call, tile, start.kv_head, row);
+            const RowPlace place = place_of(work, tile, start.kv_head, row);
             offset[i] = call.q.offset(place.token, place.head);
           }
-          const T* const q_data = static_cast<const T*>(call.q.data);
-          const auto load = [&](int i, int d) {
-            const T* p = q_data + offset[i] + d;
-            return float2{float(p[0]), float(p[1])};
-          };
-#pragma unroll 2
-          for (int step = 0; step < kSteps; ++step) {
-            uint32_t a[4][2];
+          const uint16_t* const q_data = static_cast<const uint16_t*>(call.q.data);
+          turn_rows<kSteps, 2, (kSteps > 8 ? 1 : 2)>(
+              turn,
+              pairs,
+              q,
+              [&](int i, int d) {
+                return Numbers::unpack(__ldg(reinterpret_cast<const uint32_t*>(q_data + offset[i] + d)));
+              },
+              [&](int step, const float2(&low)[2], const float2(&high)[2]) {
+                uint32_t a[4][2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float2 two = turned_two([&](int d) { return load(i % 2, d); },
-                                            turn,
-                                            pairs,
-                                            16 * step + 2 * q + i / 2 * 8);
-              split<T, 2>(two.x, two.y, a[i]);
-            }
-            query[step * 32 + lane] = {a[0][0], a[1][0], a[2][0], a[3][0]};
-            query[(kSteps + step) * 32 + lane] = {a[0][1], a[1][1], a[2][1], a[3][1]};
-          }
+                for (int i = 0; i < 2; ++i) {
+                  split<T, 2>(low[i].x, low[i].y, a[i]);
+                  split<T, 2>(high[i].x, high[i].y, a[2 + i]);
+                }
+                query[step * 32 + lane] = {a[0][0], a[1][0], a[2][0], a[3][0]};
+                query[(kSteps + step) * 32 + lane] = {a[0][1], a[1][1], a[2][1], a[3][1]};
+              });
         }
         const int first_token = taken_from.stage_of_segment(stage) * kTokens;
         const uint32_t keys = ring + slot * Loop::kStageBytes + k_lane;
@@ -270,7 +268,8 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
           float most_of = 0.0f;
 #pragma unroll
           for (int i = 0; i < 4 * kTokenTiles; ++i) most_of = fmaxf(most_of, fabsf(score[i]));
-          if (__any_sync(kAllLanes, !(most_of * fabsf(scaled.scale) <= kLoud))) {
+          if (call.lse != nullptr ||  // which shows every digit
+              __any_sync(kAllLanes, !(most_of * fabsf(scaled.scale) <= kLoud))) {
             multiply(query + kSteps * 32);
           }
         }
@@ -362,7 +361,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         if (row >= tile.num_rows) continue;
         const RowSums sums{top[i], sum[2 * i], exact[i], 0.0f};
         if (parts.count == 1) {
-          const RowPlace place = place_of(call, tile, start.kv_head, row);
+          const RowPlace place = place_of(work, tile, start.kv_head, row);
 #pragma unroll
           for (int n = 0; n < 2 * kSteps; ++n) {
             finish_row(call, place, 8 * n + 2 * q, sums, out[n][2 * i], out[n][2 * i + 1]);
@@ -384,7 +383,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 
       // 5. The next unit.
       left -= taken;
-      next_unit(work, call.plan, start, left);
+      next_unit(work, start, left);
     }
   }
   finish_blind_tiles<kHeadDim>(call, work, header);

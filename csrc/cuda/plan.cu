@@ -102,14 +102,17 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
   }
   if (lane == 0) {
     runs[num_segments] = {before, 0, 0, 0};
-    work.tiles[work.first_tile[sequence] + tile] = {int32_t(sequence),
-                                                    first_row,
+    work.tiles[work.first_tile[sequence] + tile] = {first_token + first_row / shape.group,
+                                                    first_row % shape.group,
                                                     rows,
+                                                    first_segment,
+                                                    num_segments,
                                                     int32_t(runs - work.runs),
                                                     before,
                                                     unit_length(shape, before),
                                                     least,
-                                                    most};
+                                                    most,
+                                                    {}};
   }
 }
 
@@ -160,16 +163,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work
     const QueryTile tile = work.tiles[low];
     const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
     const int32_t stage = inside - head * tile.unit_length;
-    const int32_t num_runs =
-        plan.segment_start[tile.sequence + 1] - plan.segment_start[tile.sequence];
-    work.ranges[range] = {low,
-                          head,
-                          stage,
-                          at - stage,
-                          tile.first_run,
-                          num_runs,
-                          tile.num_stages,
-                          tile.unit_length};
+    work.ranges[range] = {low, head, stage, at - stage, tile};
   }
   for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kThreads) {
     work.arrived[unit] = 0;

@@ -15,29 +15,28 @@ struct RowPlace {
   int head;
 };
 
-__device__ __forceinline__ RowPlace place_of(const Attention& call,
+__device__ __forceinline__ RowPlace place_of(const Work& work,
                                              const QueryTile& tile,
                                              int kv_head,
                                              int row) {
-  const int group = call.group(), of_sequence = tile.first_row + row;
-  return {call.plan.query_start[tile.sequence] + of_sequence / group,
-          kv_head * group + of_sequence % group};
+  const uint32_t head = uint32_t(tile.first_head + row);
+  const uint32_t token = head * work.group_magic >> 16;
+  return {tile.first_token + int64_t{token},
+          kv_head * work.shape.group + int(head - token * work.shape.group)};
 }
 
-// Elements d and d + 1 of a row; d is even.
+// Elements d and d + 1 of a row; d is even, and so are the strides.
 __device__ __forceinline__ float2 load_two(const HeadRows& rows, int64_t offset) {
   switch (rows.dtype) {
     case DType::kFloat32:
       return {static_cast<const float*>(rows.data)[offset],
               static_cast<const float*>(rows.data)[offset + 1]};
-    case DType::kBFloat16: {
-      const auto* p = static_cast<const __nv_bfloat16*>(rows.data) + offset;
-      return {__bfloat162float(p[0]), __bfloat162float(p[1])};
-    }
-    default: {
-      const auto* p = static_cast<const __half*>(rows.data) + offset;
-      return {__half2float(p[0]), __half2float(p[1])};
-    }
+    case DType::kBFloat16:
+      return Packed<__nv_bfloat16>::unpack(
+          *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(rows.data) + offset));
+    default:
+      return Packed<__half>::unpack(
+          *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(rows.data) + offset));
   }
 }
 
@@ -96,6 +95,81 @@ __device__ __forceinline__ float2 turned_two(
   float2 s = __ldg(reinterpret_cast<const float2*>(sin + pair));
   if (!second) s = {-s.x, -s.y};
   return {a.x * c.x + other.x * s.x, a.y * c.y + other.y * s.y};
+}
+
+// Turns kRows rows of a lane, in the order of fragments: put(step, low, high) takes elements
+// 16 * step + 2q, + 1 of each row, and those 8 further on. load(i, d) gives two elements of row i.
+// Where both of a pair lie in this lane, which is the usual case, each is loaded once, and the
+// angles of some steps are on their way together.
+template <int kSteps, int kRows, int kAtOnce, typename Load, typename Put>
+__device__ __forceinline__ void turn_rows(
+    const float* turn, const RotaryPairs& pairs, int q, const Load& load, const Put& put) {
+  const auto as_it_is = [&](int step) {
+    float2 low[kRows], high[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      low[i] = load(i, 16 * step + 2 * q);
+      high[i] = load(i, 16 * step + 2 * q + 8);
+    }
+    put(step, low, high);
+  };
+  if (turn == nullptr) {
+#pragma unroll 4
+    for (int step = 0; step < kSteps; ++step) as_it_is(step);
+    return;
+  }
+  if (pairs.interleaved || pairs.count() % 16 != 0) {
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+      float2 low[kRows], high[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const auto of_row = [&](int d) { return load(i, d); };
+        low[i] = turned_two(of_row, turn, pairs, 16 * step + 2 * q);
+        high[i] = turned_two(of_row, turn, pairs, 16 * step + 2 * q + 8);
+      }
+      put(step, low, high);
+    }
+    return;
+  }
+  const int half = pairs.count() / 16;
+  for (int base = 0; base < half; base += kAtOnce) {
+    float2 cos[kAtOnce][2], sin[kAtOnce][2], a[kAtOnce][kRows][2], b[kAtOnce][kRows][2];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int step = min(base + j, half - 1);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int d = 16 * step + 8 * h + 2 * q;
+        cos[j][h] = __ldg(reinterpret_cast<const float2*>(turn + d));
+        sin[j][h] = __ldg(reinterpret_cast<const float2*>(turn + pairs.count() + d));
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          a[j][i][h] = load(i, d);
+          b[j][i][h] = load(i, d + pairs.count());
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (base + j >= half) break;
+      float2 first[2][kRows], second[2][kRows];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float2 x = a[j][i][h], y = b[j][i][h];
+          rotate_pair(x.x, y.x, cos[j][h].x, sin[j][h].x);
+          rotate_pair(x.y, y.y, cos[j][h].y, sin[j][h].y);
+          first[h][i] = x;
+          second[h][i] = y;
+        }
+      }
+      put(base + j, first[0], first[1]);
+      put(base + j + half, second[0], second[1]);
+    }
+  }
+  for (int step = 2 * half; step < kSteps; ++step) as_it_is(step);
 }
 
 // Products to scores in units of log2, capped where the layer wants it. Decided once for all scores
@@ -255,7 +329,7 @@ __device__ void arrive_and_merge(const Attention& call,
         }
       }
       finish_row(call,
-                 place_of(call, tile, kv_head, row),
+                 place_of(work, tile, kv_head, row),
                  d,
                  merging.sums(),
                  merging.a,
@@ -276,7 +350,7 @@ __device__ void finish_blind_tiles(const Attention& call, const Work& work, cons
       for (int item = threadIdx.x; item < tile.num_rows * (kHeadDim / 2); item += blockDim.x) {
         const int row = item / (kHeadDim / 2), d = item % (kHeadDim / 2) * 2;
         const RowSums none{kMinusInfinity, 0.0f, 0.0f, 0.0f};
-        finish_row(call, place_of(call, tile, kv_head, row), d, none, 0.0f, 0.0f);
+        finish_row(call, place_of(work, tile, kv_head, row), d, none, 0.0f, 0.0f);
       }
     }
   }

@@ -20,6 +20,7 @@ struct Work {
   int32_t* first_run;    // [num_seqs]
   float* partials;       // [2 * max_ranges] of partial_floats()
   int32_t max_tiles;
+  uint32_t group_magic;  // x / group is x * group_magic >> 16, for x up to a tile's rows and heads
   int32_t grid;    // blocks of threads
   int32_t warps;   // of a block, and stages of a warp's ring: for few queries
   int32_t stages;

@@ -106,6 +106,8 @@ def paged_attention(
     """As `ops.paged_attention`, whose arguments were checked."""
     device = q.device
     num_tokens, num_heads, _ = q.shape
+    if q.stride(0) % 2 or q.stride(1) % 2 or q.stride(2) != 1 or q.data_ptr() % 4:
+        q = q.contiguous()  # elements are read two at a time
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     all_lse = None
     if lse or block_mass:

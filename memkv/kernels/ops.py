@@ -128,7 +128,7 @@ def paged_attention(
         )
     if cuda.serves(q, k_cache):
         return cuda.paged_attention(
-            q if q.stride(-1) == 1 else q.contiguous(),
+            q,
             k_cache,
             v_cache,
             plan,

@@ -33,16 +33,18 @@ struct WorkShape {
   int32_t fixed_range;  // stages of every range, each within one unit; 0: as balance wants it
 };
 
-struct QueryTile {
-  int32_t sequence;
-  int32_t first_row, num_rows;  // of the sequence's rows: query token * group + head in the group
-  int32_t first_run;            // one run for each segment of the sequence, and the end
-  int32_t num_stages;           // of each unit
-  int32_t unit_length;          // num_stages, rounded up to whole ranges where those are fixed
+struct alignas(16) QueryTile {
+  int32_t first_token, first_head;  // of row 0: in q, in the group; rows go on head by head
+  int32_t num_rows;
+  int32_t first_segment, num_runs;  // a run for each segment of the sequence
+  int32_t first_run;
+  int32_t num_stages;   // of each unit
+  int32_t unit_length;  // num_stages, rounded up to whole ranges where those are fixed
   int32_t least_position, most_position;  // of its rows
+  int32_t unused[2];
 };
 
-struct StageRun {
+struct alignas(16) StageRun {
   int32_t stages_before;  // of this run, in the tile
   int32_t first_stage;    // in the segment
   int32_t first_entry;    // of the segment, in block_ids; and its tokens: all that loading takes
@@ -57,10 +59,10 @@ struct WorkHeader {
   int32_t num_ranges;
 };
 
-struct RangeStart {
+struct alignas(16) RangeStart {
   int32_t tile, kv_head, stage;
   int32_t unit_begin;  // of that unit, in all units
-  int32_t first_run, num_runs, num_stages, unit_length;  // of the tile: so that nothing waits for it
+  QueryTile of;        // the tile, so that nothing has to wait for it
 };
 
 // Where the partials of a unit are: one for each range that has a part of it.
