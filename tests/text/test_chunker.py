@@ -236,6 +236,13 @@ def test_an_edit_renews_few_chunks(kind: Callable[[random.Random], Parts]) -> No
     assert sum(counts) / len(counts) < 2.2
 
 
+def test_of_many_edits_few_renew_more_than_two() -> None:
+    counts = renewed(markdown, our_chunks, 300)
+    assert max(counts) <= 4
+    assert sum(count > 3 for count in counts) <= 3
+    assert sum(count > 2 for count in counts) <= 15
+
+
 def test_counting_from_the_start_would_renew_many() -> None:
     assert sorted(renewed(prose_parts, counted_chunks, 20))[10] > 10
 
