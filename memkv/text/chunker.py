@@ -5,8 +5,9 @@ higher rank on either side of a border: it is a cut exactly if more tokens lie b
 may have. No border counts from the document's start, so an edit renews the chunks it touches and, where it
 makes or removes a border of high rank, those beside them. Of 7,000 random edits of seven kinds of text, 70 %
 renewed one chunk, 26 % two, 3 % three and 0.1 % four; nothing forbids a fifth, but no cut was moved that lay
-further away than a chunk and a half. Recursively: cut at the highest rank, until what is left fits. (The tree of these cuts is a treap over the borders: Seidel and Aragon, Randomized search trees,
-Algorithmica 16, 1996.)
+further away than a chunk and a half. Recursively: cut at the highest rank, until what is left fits. (The
+tree of these cuts is a treap over the borders: Seidel and Aragon, Randomized search trees, Algorithmica 16,
+1996.)
 
 To fill chunks better, a border takes part only if no higher one is nearer than a quarter of a chunk. Where
 text repeats itself, ranks are equal; then cuts are packed from the left, and all chunks are the same anyway.
