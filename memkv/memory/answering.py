@@ -12,10 +12,10 @@ from typing import Self
 
 from memkv.engine.generation import Generation, GenerationResult
 from memkv.engine.request import GenerateRequest
-from memkv.engine.reuse import Exact, ReusePolicy, parse_policy
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
+from memkv.memory.gate import ChosenPolicy, choose_policy
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
 from memkv.text.citations import CitableChunk, align
@@ -39,20 +39,6 @@ from memkv.wire import (
 )
 
 NO_MATCH = "Nothing in this collection answers the question."
-NO_GATE = "no quality gate has passed for this model, so auto means exact"
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPolicy:
-    policy: ReusePolicy
-    fallback_reason: str = ""
-
-
-def choose_policy(name: str) -> ChosenPolicy:
-    """`auto` is the cheapest policy with a passed gate; none has one yet. Raises `BadRequestError`."""
-    if name == "auto":
-        return ChosenPolicy(Exact(), NO_GATE)
-    return ChosenPolicy(parse_policy(name))
 
 
 class Answering:
@@ -67,7 +53,10 @@ class Answering:
             BadRequestError, ContextTooLong, ServiceUnavailableError: before anything is generated.
         """
         started = time.perf_counter()
-        chosen = choose_policy(request.policy or self._parts.config.query.policy)
+        config = self._parts.config.query
+        chosen = choose_policy(
+            request.policy or config.policy, self._parts.store.catalog, collection.model_digest, config
+        )
         tail_ids = tuple(collection.template.tail_ids(request.query))
         sampling = self._sampling(request)
         room = self._room(collection, tail_ids, sampling.max_tokens)

@@ -40,6 +40,7 @@ class OpenCollection:
     prefix: ChunkRef
     kv: StoredKV
     secret: bytes  # of the tenant
+    model_digest: str  # under which is kept what reuse costs
 
     def key(self, token_ids: Sequence[int]) -> str:
         """The input key of a chunk of these tokens."""
@@ -184,7 +185,7 @@ class Collections:
         kv = StoredKV(self._parts.store.chunks, row, layout)
         prefix = ChunkRef(row.prefix_key, (), tuple(row.prefix_ids))
         secret = self._parts.store.catalog.tenant_secret(row.tenant)
-        return OpenCollection(row, template, layout, prefix, kv, secret)
+        return OpenCollection(row, template, layout, prefix, kv, secret, here.model_digest)
 
 
 def model_of(row: CollectionRow, here: LoadedModel) -> str:

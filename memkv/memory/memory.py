@@ -16,10 +16,11 @@ import msgspec
 
 import memkv
 from memkv.config import Config
-from memkv.engine.reuse import policy_names
+from memkv.engine.reuse import parse_policy, policy_names
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
-from memkv.memory.answering import Answering, QueryStream, choose_policy
-from memkv.memory.collections import Collections, model_of, require_same_settings
+from memkv.memory.answering import Answering, QueryStream
+from memkv.memory.collections import Collections, fingerprint_of, model_of, require_same_settings
+from memkv.memory.gate import choose_policy
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.parts import Parts
 from memkv.memory.replies import (
@@ -85,7 +86,8 @@ class Memory:
             ModelNotFound, UnsupportedModel, ModelDamaged: the model or embedder cannot be used.
             DatabaseUnavailable, DatabaseDamaged, MigrationNeeded: the database cannot be used as it is.
         """
-        choose_policy(config.query.policy)
+        if config.query.policy != "auto":
+            parse_policy(config.query.policy)
         return cls(Parts.open(config, on_progress or (lambda _: None)))
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -107,7 +109,9 @@ class Memory:
 
     def info(self) -> Info:
         parts, model = self._parts, self._parts.model
-        layout = self._collections.layout(parts.config.kv.block_size)
+        config = parts.config
+        layout = self._collections.layout(config.kv.block_size)
+        digest = fingerprint_of(model, layout, ()).model_digest
         return Info(
             version=memkv.__version__,
             model=ModelInfo(
@@ -125,7 +129,9 @@ class Memory:
                 name=parts.embedder.name, dim=parts.embedder.dim, digest=parts.embedder.digest
             ),
             policies=policy_names(),
-            default_policy=choose_policy(parts.config.query.policy).policy.name,
+            default_policy=choose_policy(
+                config.query.policy, parts.store.catalog, digest, config.query
+            ).policy.name,
             max_body_bytes=parts.config.server.max_body_bytes,
             threads=asdict(parts.engine.stats().threads),
         )

@@ -3,7 +3,7 @@
     catalog_store        the store's row, tenants       catalog_documents    accept, read, delete
     catalog_collections                                 catalog_chunks       commit, list, vectors
     catalog_files        which key has KV               catalog_search       a search's rows
-                                                        catalog_filters      a filter as SQL
+    catalog_gates        what reuse costs a model       catalog_filters      a filter as SQL
 
 The tenant is the first argument of everything that a tenant owns, and every statement names it. Methods take
 and return plain rows (`rows.py`).
@@ -15,6 +15,7 @@ from memkv.store.catalog_chunks import ChunkStatements
 from memkv.store.catalog_collections import CollectionStatements
 from memkv.store.catalog_documents import DocumentStatements
 from memkv.store.catalog_files import FileStatements
+from memkv.store.catalog_gates import GateStatements
 from memkv.store.catalog_search import SearchStatements
 from memkv.store.catalog_store import StoreStatements
 from memkv.store.database import Database
@@ -27,6 +28,7 @@ class Catalog(
     ChunkStatements,
     SearchStatements,
     FileStatements,
+    GateStatements,
 ):
     def __init__(self, database: Database) -> None:
         StoreStatements.__init__(self, database)

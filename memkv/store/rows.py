@@ -49,6 +49,25 @@ class Page(Generic[Row]):
 
 
 @dataclass(frozen=True, slots=True)
+class GateRow:
+    """What a policy cost on tasks of one kind.
+
+    Attributes:
+        fresh: share of the chunks' tokens that were computed for a question.
+        dnll_high: upper end of the 95 % interval of what it adds to the gold answer's negative
+            log-likelihood, in nats a token, against a full prefill.
+        accuracy_full: how often a full prefill answers these tasks; 1 where answers are free text.
+    """
+
+    kind: str
+    policy: str
+    questions: int
+    fresh: float
+    dnll_high: float
+    accuracy_full: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class NewCollection:
     name: str
     fingerprint_digest: str  # 64 hex digits

@@ -5,6 +5,7 @@
                                             1 ── n document_values      what filters compare
     tenants 1 ── n kv_files                  one row per file under blocks/, found by input key
     jobs 1 ── n job_items                    history: they outlive what they speak of
+    gates                                    what reuse costs a model, as it was measured
 
 `chunks.input_key` and `collections.prefix_key` refer to `kv_files.input_key` without a constraint: KV may be
 missing at any time, it is made again from the tokens.
@@ -270,3 +271,17 @@ class JobDocument(Base):
     document_id: Mapped[str] = mapped_column(PlainText, index=True)
     status: Mapped[str] = mapped_column(PlainText)  # queued | succeeded | failed
     error: Mapped[dict[str, Any] | None] = mapped_column(JSONText)
+
+
+class Gate(Base):
+    __tablename__ = "gates"
+
+    model_digest: Mapped[str] = mapped_column(PlainText, primary_key=True)  # `Fingerprint.model_digest`
+    data: Mapped[str] = mapped_column(PlainText, primary_key=True)  # what was asked
+    kind: Mapped[str] = mapped_column(PlainText, primary_key=True)  # of tasks
+    policy: Mapped[str] = mapped_column(PlainText, primary_key=True)
+    questions: Mapped[int] = mapped_column(Integer)
+    fresh: Mapped[float] = mapped_column(Double)
+    dnll_high: Mapped[float] = mapped_column(Double)
+    accuracy_full: Mapped[float] = mapped_column(Double)
+    measured_at: Mapped[datetime] = mapped_column(Moment)

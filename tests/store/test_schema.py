@@ -95,8 +95,8 @@ def test_an_older_schema_waits_for_the_word_to_upgrade(
     # A later memkv: the same migrations and one more, which does nothing.
     newer = tmp_path / "newer"
     newer.mkdir()
-    (newer / "0002_next.py").write_text(
-        'revision = "0002"\ndown_revision = "0001"\ndef upgrade(): pass\ndef downgrade(): pass\n'
+    (newer / "0003_next.py").write_text(
+        'revision = "0003"\ndown_revision = "0002"\ndef upgrade(): pass\ndef downgrade(): pass\n'
     )
     plain = schema._config
 
@@ -108,11 +108,11 @@ def test_an_older_schema_waits_for_the_word_to_upgrade(
         return config
 
     monkeypatch.setattr(schema, "_config", config_with_one_more)
-    with pytest.raises(MigrationNeeded, match="0001") as caught:
+    with pytest.raises(MigrationNeeded, match="0002") as caught:
         Store.open(tmp_path, empty_url)
     assert "memkv db upgrade" in caught.value.hint
     with Store.open(tmp_path, empty_url, upgrade=True) as store:
-        assert (store.recovery.schema.current, store.recovery.schema.head) == ("0001", "0002")
+        assert (store.recovery.schema.current, store.recovery.schema.head) == ("0002", "0003")
         assert schema_revision(store.database).is_current
     Store.open(tmp_path, empty_url).close()
 

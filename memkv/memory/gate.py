@@ -1,0 +1,58 @@
+"""Which policy answers: the one asked for, or the cheapest whose loss was measured and is small enough."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memkv.config import QueryConfig
+from memkv.engine.reuse import Exact, ReusePolicy, parse_policy
+from memkv.errors import BadRequestError
+from memkv.store.catalog import Catalog
+from memkv.store.rows import GateRow
+
+_CAN_DO = 0.7  # tasks that a full prefill answers less often say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPolicy:
+    policy: ReusePolicy
+    fallback_reason: str = ""
+
+
+def choose_policy(name: str, catalog: Catalog, model_digest: str, config: QueryConfig) -> ChosenPolicy:
+    """The policy of a name; for `auto`, what the gate says of this model. Raises `BadRequestError`."""
+    if name != "auto":
+        return ChosenPolicy(parse_policy(name))
+    return cheapest_that_passed(catalog.gates(model_digest), config)
+
+
+def cheapest_that_passed(gates: Sequence[GateRow], config: QueryConfig) -> ChosenPolicy:
+    """Of the policies that were measured, the cheapest that passes; `exact` and the reason where none does.
+
+    A policy passes if on every kind of tasks that it was measured on, with at least `gate_questions`
+    questions, it adds at most `gate_dnll` nats a token to the gold answer, at the upper end of the interval.
+    Kinds that the model cannot do with a full prefill are left out.
+    """
+    if not gates:
+        return ChosenPolicy(Exact(), "no quality gate has been measured for this model, so auto means exact")
+    by_policy: dict[str, list[GateRow]] = defaultdict(list)
+    for row in gates:
+        if row.accuracy_full >= _CAN_DO:
+            by_policy[row.policy].append(row)
+    passed = [
+        (max(row.fresh for row in rows), policy)
+        for policy, rows in by_policy.items()
+        if all(row.questions >= config.gate_questions and row.dnll_high <= config.gate_dnll for row in rows)
+    ]
+    for _, cheapest in sorted(passed):
+        try:
+            return ChosenPolicy(parse_policy(cheapest))
+        except BadRequestError:  # measured by a memkv that had it, or a peer
+            continue
+    return ChosenPolicy(
+        Exact(),
+        f"no policy that was measured for this model keeps within {config.gate_dnll:g} nats a token, "
+        "so auto means exact",
+    )

@@ -1,0 +1,84 @@
+"""Which policy `auto` takes: what was measured decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memkv.config import QueryConfig
+from memkv.engine.reuse import Exact
+from memkv.errors import BadRequestError
+from memkv.kv.fingerprint import Fingerprint
+from memkv.memory.gate import cheapest_that_passed
+from memkv.store.rows import GateRow
+
+CONFIG = QueryConfig()
+
+
+def gate(policy: str, dnll_high: float, **changes: object) -> GateRow:
+    row = GateRow(kind="real", policy=policy, questions=150, fresh=0.2, dnll_high=dnll_high)
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+def test_nothing_measured_means_exact_and_says_so() -> None:
+    chosen = cheapest_that_passed([], CONFIG)
+    assert isinstance(chosen.policy, Exact)
+    assert "measured" in chosen.fallback_reason
+
+
+def test_the_cheapest_that_passes_is_taken() -> None:
+    rows = [
+        gate("map", 0.5, fresh=0.0),
+        gate("select:0.3", 0.09, fresh=0.3),
+        gate("mass:0.8", 0.1, fresh=0.13),
+    ]
+    chosen = cheapest_that_passed(rows, CONFIG)
+    assert (chosen.policy.name, chosen.fallback_reason) == ("mass:0.8", "")
+
+
+def test_a_policy_passes_only_on_every_kind() -> None:
+    rows = [gate("map", 0.05), gate("map", 0.2, kind="needle")]
+    chosen = cheapest_that_passed(rows, CONFIG)
+    assert isinstance(chosen.policy, Exact)
+    assert "0.1 nats" in chosen.fallback_reason
+
+
+def test_tasks_that_the_model_cannot_do_are_left_out() -> None:
+    rows = [gate("map", 0.05), gate("map", 0.9, kind="riddles", accuracy_full=0.4)]
+    assert cheapest_that_passed(rows, CONFIG).policy.name == "map"
+    assert isinstance(cheapest_that_passed(rows[1:], CONFIG).policy, Exact)
+
+
+def test_few_questions_prove_nothing() -> None:
+    assert isinstance(cheapest_that_passed([gate("map", 0.0, questions=99)], CONFIG).policy, Exact)
+
+
+def test_a_peer_that_passed_is_not_served() -> None:
+    rows = [gate("cacheblend:0.3", 0.01, fresh=0.1), gate("head:2", 0.05, fresh=0.2)]
+    assert cheapest_that_passed(rows, CONFIG).policy.name == "head:2"
+
+
+def test_the_margin_is_configured() -> None:
+    rows = [gate("map", 0.3)]
+    assert cheapest_that_passed(rows, replace(CONFIG, gate_dnll=0.3)).policy.name == "map"
+
+
+def test_a_models_digest_forgets_the_prefix_and_nothing_else() -> None:
+    one = Fingerprint("w", "t", "a", "r", "l", 1, 1, 8, 16, "bfloat16", "float32", "p")
+    assert one.model_digest == replace(one, prefix_digest="q").model_digest
+    assert one.model_digest != one.digest
+    for field, other in {
+        "weights_digest": "x",
+        "kv_dtype": "float32",
+        "block_size": 8,
+        "numerics": "z",
+    }.items():
+        assert one.model_digest != replace(one, **{field: other}).model_digest
+
+
+def test_an_unknown_name_is_refused() -> None:
+    from memkv.memory.gate import choose_policy
+
+    with pytest.raises(BadRequestError, match="unknown reuse policy"):
+        choose_policy("zz", None, "", CONFIG)  # type: ignore[arg-type]
