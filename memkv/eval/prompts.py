@@ -50,14 +50,14 @@ class Form:
         order: "retrieved" takes the distractors that are most like the question and puts the most similar
             chunk first, as a server does; "shuffled" draws both.
         gold_tokens: of a longer answer, so many are scored.
-        system_prompt: in front of the chunks; empty: the default one.
+        primer: documents of `memkv.text.primer` in front of the chunks.
     """
 
     length: int = 4096
     chunk_tokens: int = 256
     order: Order = "retrieved"
     gold_tokens: int = 64
-    system_prompt: str = ""
+    primer: int = 0
     seed: int = 0
 
 

@@ -27,7 +27,8 @@ from memkv.eval.subjects import FULL, EngineSubjects, Scored, Subject, parse_sub
 from memkv.eval.tasks import Task
 from memkv.memory.collections import fingerprint_of
 from memkv.memory.parts import load_embedder, load_language_model
-from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate
+from memkv.text.primer import primer_text
+from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
 Tell = Callable[[str], None]
@@ -73,7 +74,7 @@ def run_evaluation(
     model = load_language_model(config)
     embedder = load_embedder(config)
     tokenizer = TextTokenizer(model.tokenizer)
-    template = PromptTemplate.from_tokenizer(tokenizer, plan.form.system_prompt or SYSTEM_PROMPT)
+    template = PromptTemplate.from_tokenizer(tokenizer, primer=primer_text(plan.form.primer))
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
     prompts = list(_that_fit(maker, tasks, tell))
@@ -218,8 +219,8 @@ class _Run:
 
     def _row(self, kind: str, policy: str, found: _Measured) -> Row:
         full = self._found[kind, FULL]
-        kl = bootstrap([one.kl for one in found.scores])
-        dnll = bootstrap([one.dnll for one in found.scores])
+        kl = bootstrap([one.kl for one in found.scores] or [0.0])
+        dnll = bootstrap([one.dnll for one in found.scores] or [0.0])
         ttft = statistics.median(found.ttft_ms) if found.ttft_ms else None
         full_ttft = statistics.median(full.ttft_ms) if full.ttft_ms else None
         return Row(
@@ -234,6 +235,7 @@ class _Run:
             accuracy=_mean([one.right for one in found.scores]),
             accuracy_full=_mean([one.right_full for one in found.scores]),
             agreement=_mean([one.agreement for one in found.scores]),
+            nll_full=_mean([one.nll_full for one in found.scores]),
             kl=kl.mean,
             dnll=dnll.mean,
             dnll_low=dnll.low,

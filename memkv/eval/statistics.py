@@ -21,7 +21,7 @@ class Estimate(msgspec.Struct, frozen=True):
 def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
     """The mean of paired differences and its percentile bootstrap interval, over questions.
 
-    Of few questions it says little. (Efron and Tibshirani, An introduction to the bootstrap, 1993, section 13.)
+    Of few questions it says little. (Efron and Tibshirani, An introduction to the bootstrap, 1993.)
 
     Raises ValueError without values.
     """

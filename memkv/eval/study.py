@@ -20,6 +20,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             their first; for free text this is rare, and `f1` says more.
         accuracy_full: the same of a full prefill.
         agreement: share of the gold tokens for which both have the same most likely one.
+        nll_full: negative log-likelihood of the gold answer under a full prefill, nats a token.
         kl, dnll: nats a token of the gold answer, with 95 % intervals.
         f1, f1_full: of greedy answers, over words; None where no answers were written.
         ttft_ms: median time to the first token, chunks resident, looking pass included, retrieval not; None
@@ -39,6 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float
     accuracy_full: float
     agreement: float
+    nll_full: float
     kl: float
     dnll: float
     dnll_low: float

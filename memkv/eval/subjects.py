@@ -42,7 +42,10 @@ class Subject:
 
 
 def parse_subject(text: str) -> Subject:
-    """A policy's name, `full`, or a peer: `cacheblend:r`, `alone`, `temperature:t`. Raises `BadRequestError`."""
+    """A policy's name, `full`, or a peer: `cacheblend:r`, `alone`, `temperature:t`.
+
+    Raises `BadRequestError`.
+    """
     name, _, parameter = text.partition(":")
     if text == FULL:
         return Subject(FULL, reuse="off")
@@ -61,9 +64,8 @@ def _fraction(text: str, parameter: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 < value <= 1.0:
-        raise BadRequestError(
-            f"{text!r} is not possible", hint=f"a number up to 1: {text.partition(':')[0]}:0.9"
-        )
+        name = text.partition(":")[0]
+        raise BadRequestError(f"{text!r} is not possible", hint=f"a number up to 1, such as {name}:0.5")
     return value
 
 

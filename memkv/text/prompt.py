@@ -56,27 +56,33 @@ class PromptTemplate:
     answer_start: str  # template text between question and answer
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: PromptTokenizer, system_prompt: str = SYSTEM_PROMPT) -> PromptTemplate:
-        """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt."""
+    def from_tokenizer(
+        cls, tokenizer: PromptTokenizer, system_prompt: str = SYSTEM_PROMPT, primer: str = ""
+    ) -> PromptTemplate:
+        """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt.
+
+        Args:
+            primer: stands at the prefix's end, as chunks will behind it (`primer.py`).
+        """
         system_prompt = system_prompt.strip()
         for form, messages in _conversations(system_prompt):
             rendered = tokenizer.render_chat(messages) if tokenizer.has_chat_template else None
             cut = _cut(rendered, messages) if rendered else None
             if cut:
-                return cls._from_cut(tokenizer, system_prompt, form, cut)
+                return cls._from_cut(tokenizer, system_prompt, primer, form, cut)
         start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, INSTRUCTION))]
-        return cls(tuple(start), "plain", tokenizer, "\nAnswer:")
+        return cls((*start, *tokenizer.encode(primer)), "plain", tokenizer, "\nAnswer:")
 
     @classmethod
     def _from_cut(
-        cls, tokenizer: PromptTokenizer, system_prompt: str, form: str, cut: list[str]
+        cls, tokenizer: PromptTokenizer, system_prompt: str, primer: str, form: str, cut: list[str]
     ) -> PromptTemplate:
         *heads, tail = cut
         texts = [system_prompt, INSTRUCTION] if len(heads) == 2 else [_joined(system_prompt, INSTRUCTION)]
         ids: list[int] = []
         for head, text in zip(heads, texts, strict=True):
             ids += tokenizer.encode_template(head) + tokenizer.encode(text)
-        return cls(tuple(ids), form, tokenizer, tail)
+        return cls((*ids, *tokenizer.encode(primer)), form, tokenizer, tail)
 
     def tail_ids(self, question: str) -> list[int]:
         """Everything behind the last chunk, up to where the answer begins."""
