@@ -249,11 +249,15 @@ void add_cuda(nb::module_& m) {
          const cuda::Work& work,
          int loop,
          bool exact,
-         cuda::Stream stream) { cuda::attend(call, work, cuda::Loop(loop), exact, stream); },
+         bool overlap,
+         cuda::Stream stream) {
+        cuda::attend(call, work, cuda::Loop(loop), exact, overlap, stream);
+      },
       arg("call"),
       arg("work"),
       arg("loop"),
       arg("exact"),
+      arg("overlap"),
       arg("stream"),
       release());
   m.def("cuda_add_block_mass",

@@ -59,9 +59,8 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
   const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
   const int blocks_of_stage = stage_tokens / block_size, group = work.shape.group;
 
-  RangeStart start = work.ranges[blockIdx.x];
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    if (range != blockIdx.x) start = work.ranges[range];
+    RangeStart start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
       const QueryTile& tile = start.of;

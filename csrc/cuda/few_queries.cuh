@@ -320,6 +320,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   // Each warp has its own copy of where it is: in shared memory, as registers are short.
   RangeStart& start = *reinterpret_cast<RangeStart*>(shared + at.starts + warp * sizeof(RangeStart));
   constexpr int kStartInts = sizeof(RangeStart) / 4;
+  bool waited = false;
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
     if (lane < kStartInts) {
       reinterpret_cast<int32_t*>(&start)[lane] =
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       const int taken = min(left, tile.unit_length - start.stage);
       const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
-      // 1. The query rows are on their way while the first stages are looked up and asked for.
+      // 1. Look up the first stages; then the query rows are on their way while those are asked for.
       constexpr int kTwos = kHeadDim / 2, kMine = 1;
       const auto load_query = [&](int i) {
         const int row = i / kTwos, d = i % kTwos * 2;
@@ -343,22 +344,24 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       const auto keep_query = [&](int i, float2 two) {
         *reinterpret_cast<float2*>(rows + i / kTwos * Loop::kRowFloats + i % kTwos * 2) = two;
       };
-      float2 early[kMine];
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        early[i] = load_query(min(int(threadIdx.x + i * blockDim.x), Loop::kRows * kTwos - 1));
-      }
       int32_t my_position = 0;
       if (threadIdx.x < Loop::kRows) {
         const int row = min(int(threadIdx.x), tile.num_rows - 1);
         my_position =
             __ldg(call.plan.query_position + place_of(work, tile, start.kv_head, row).token);
       }
-
       const int my_begin = begin + (end - begin) * warp / num_warps;
       const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
       StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
       BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
+      if (my_begin < my_end) list.of(my_begin, taken_from.run);
+      if (!waited) wait_for_predecessor();  // up to here only the plan was read
+      waited = true;
+      float2 early[kMine];
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        early[i] = load_query(min(int(threadIdx.x + i * blockDim.x), Loop::kRows * kTwos - 1));
+      }
       for (int i = 0; i < num_stages; ++i) {
         const bool some = my_begin + i < my_end;
         StageBlocks blocks{{0, -1}};
@@ -647,6 +650,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       __syncwarp();
     }
   }
+  if (!waited) wait_for_predecessor();
   finish_blind_tiles<kHeadDim>(call, work, header);
 }
 

@@ -63,10 +63,18 @@ struct FewLaunch {
     return best;
   }
 
-  static void attend(const Attention& call, const Work& work, cudaStream_t stream) {
-    few_queries_kernel<T, kHeadDim, kTiles, kTerms>
-        <<<work.grid, 32 * work.warps, bytes(work.warps, work.stages, work.shape.stage_tokens), stream>>>(
-            call, work);
+  static void attend(const Attention& call, const Work& work, bool overlap, cudaStream_t stream) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(unsigned(work.grid));
+    launch.blockDim = dim3(unsigned(32 * work.warps));
+    launch.dynamicSmemBytes = size_t(bytes(work.warps, work.stages, work.shape.stage_tokens));
+    launch.stream = stream;
+    launch.attrs = &attribute;
+    launch.numAttrs = overlap ? 1 : 0;
+    cudaLaunchKernelEx(&launch, few_queries_kernel<T, kHeadDim, kTiles, kTerms>, call, work);
   }
 };
 
@@ -106,17 +114,21 @@ LoopShape loop_shape_of(
 }
 
 template <typename T, int kHeadDim>
-void attend_of(
-    const Attention& call, const Work& work, Loop loop, bool exact, cudaStream_t stream) {
+void attend_of(const Attention& call,
+               const Work& work,
+               Loop loop,
+               bool exact,
+               bool overlap,
+               cudaStream_t stream) {
   if (loop == Loop::kMany) {
     const auto kernel = many_kernel<T, kHeadDim>(call.cache.block_size);
     kernel<<<work.grid, kManyWarps * 32, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
   } else if (exact) {
-    FewLaunch<T, kHeadDim, 1, 3>::attend(call, work, stream);
+    FewLaunch<T, kHeadDim, 1, 3>::attend(call, work, overlap, stream);
   } else if (work.shape.tile_rows == 8) {
-    FewLaunch<T, kHeadDim, 1, 2>::attend(call, work, stream);
+    FewLaunch<T, kHeadDim, 1, 2>::attend(call, work, overlap, stream);
   } else {
-    FewLaunch<T, kHeadDim, 2, 2>::attend(call, work, stream);
+    FewLaunch<T, kHeadDim, 2, 2>::attend(call, work, overlap, stream);
   }
 }
 
@@ -132,10 +144,15 @@ HeadDimKernels kernels_of_head_dim() {
                    : loop_shape_of<H, kHeadDim>(
                          loop, cache.block_size, tile_rows, exact, warps, stages);
       },
-      [](const Attention& call, const Work& work, Loop loop, bool exact, Stream stream) {
+      [](const Attention& call,
+         const Work& work,
+         Loop loop,
+         bool exact,
+         bool overlap,
+         Stream stream) {
         call.cache.dtype == DType::kBFloat16
-            ? attend_of<B, kHeadDim>(call, work, loop, exact, cudaStream_t(stream))
-            : attend_of<H, kHeadDim>(call, work, loop, exact, cudaStream_t(stream));
+            ? attend_of<B, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream))
+            : attend_of<H, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream));
       },
       [](const Attention& call, const Work& work, Stream stream) {
         const int bytes = typename BlockMass<B, kHeadDim>::Layout().bytes;

@@ -106,8 +106,9 @@ Work work_at(void* memory,
   return work;
 }
 
-void attend(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream) {
-  kernels_for(call.cache.head_dim).attend(call, work, loop, exact, stream);
+void attend(
+    const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream) {
+  kernels_for(call.cache.head_dim).attend(call, work, loop, exact, overlap, stream);
   check_launch("paged_attention");
 }
 

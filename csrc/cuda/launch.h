@@ -58,8 +58,11 @@ void write_kv(const PagedCache& cache,
               int64_t num_tokens,
               Stream stream);
 
-// Writes the rows of the sequences that the work has tiles for.
-void attend(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream);
+// Writes the rows of the sequences that the work has tiles for. overlap: the kernel may begin while
+// the one before it on the stream still runs, and waits for it before it reads anything but the
+// plan; so that one must not be the planner.
+void attend(
+    const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream);
 // call.lse is read, call.block_mass written.
 void add_block_mass(const Attention& call, const Work& work, Stream stream);
 

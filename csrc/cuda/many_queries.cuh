@@ -107,9 +107,8 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   const uint32_t v_lane = Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 +
                           lane / 8 % 2 * Loop::kValueGroupBytes;
 
-  RangeStart start = work.ranges[blockIdx.x];
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    if (range != blockIdx.x) start = work.ranges[range];
+    RangeStart start = work.ranges[range];
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
       const QueryTile& tile = start.of;

@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "instructions.cuh"
 #include "launch.h"
 
 namespace memkv::cuda {
@@ -27,6 +28,7 @@ __device__ void narrow(__half* to, float x) { *to = __float2half_rn(x); }
 template <typename To, typename From>
 __global__ void __launch_bounds__(kLanes * kWarps)
     write_kv_kernel(PagedCache cache, HeadRows k, HeadRows v, const int64_t* slots, int64_t count) {
+  wait_for_predecessor();
   const int64_t token = int64_t{blockIdx.x} * kLanes + threadIdx.x % kLanes;
   const int warp = threadIdx.x / kLanes, kv_head = blockIdx.y;
   if (token >= count) return;

@@ -26,7 +26,7 @@ void write_kv(
     const PagedCache&, const HeadRows&, const HeadRows&, const int64_t*, int64_t, Stream) {
   refuse();
 }
-void attend(const Attention&, const Work&, Loop, bool, Stream) { refuse(); }
+void attend(const Attention&, const Work&, Loop, bool, bool, Stream) { refuse(); }
 void add_block_mass(const Attention&, const Work&, Stream) { refuse(); }
 void copy_blocks(const void*, const int64_t*, void*, const int64_t*, int64_t, int64_t, Stream) {
   refuse();

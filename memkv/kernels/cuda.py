@@ -34,6 +34,7 @@ class Tuning:
         warps, stages: of a block of threads of the decode loop, and of a warp's ring.
         fixed_range: stages of every range, wherever it lies: a sequence's bits are the same in any batch.
         split: False gives each unit one worker.
+        overlap: a decode kernel may begin while the kernel before it ends.
     """
 
     ranges_per_worker: int = 0
@@ -41,6 +42,7 @@ class Tuning:
     stages: int = 0
     fixed_range: int = 0
     split: bool = True
+    overlap: bool = True
 
 
 @contextmanager
@@ -120,13 +122,15 @@ def paged_attention(
     with torch.cuda.device(device):
         stream = _stream(device)
         native_cache = cache_of(k_cache, v_cache)
+        turned = rotation is not None and plan.kept_turns(rotation) is None
+        turns = None if rotation is None else _turns(plan, rotation, stream)
         call = _kernels.cuda_attention(
             native_cache,
             step_plan(plan),
             rows_of(q),
             rows_of(out),
             num_heads,
-            0 if rotation is None else _turns(plan, rotation, stream).data_ptr(),
+            0 if turns is None else turns.data_ptr(),
             0 if rotation is None else rotation.rotary_dim,
             rotation is not None and rotation.interleaved,
             scale,
@@ -144,8 +148,11 @@ def paged_attention(
             q.dtype != k_cache.dtype,
             window,
         )
-        for work in _works(plan, native_cache, shape, stream):
-            _kernels.cuda_attend(call, work.native, work.loop, shape.exact, stream)
+        works, planned = _works(plan, native_cache, shape, stream)
+        for index, work in enumerate(works):
+            # The planner, or a kernel beside which another one may run, must not be the one before.
+            overlap = _tuning.overlap and not (turned or planned or index)
+            _kernels.cuda_attend(call, work.native, work.loop, shape.exact, overlap, stream)
         if mass is not None:
             _kernels.cuda_add_block_mass(call, _mass_work(plan, native_cache, shape, stream).native, stream)
     return AttentionResult(out, all_lse if lse else None, mass)
@@ -217,8 +224,10 @@ class _Work:
     planned: bool = False
 
 
-def _works(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int) -> list[_Work]:
-    """The works that together cover all sequences, planned."""
+def _works(
+    plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int
+) -> tuple[list[_Work], bool]:
+    """The works that together cover all sequences, planned; and whether they were planned just now."""
     works: list[_Work] | None = plan.derived.get(shape)
     if works is None:
         counts = plan.query_counts()
@@ -234,9 +243,8 @@ def _works(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, strea
             if most > _FEW_ROWS:
                 works.append(_new_work(plan, cache, shape, _MANY, 0, (_FEW_ROWS + 1, _ALL_ROWS)))
         plan.derived[shape] = works
-    for work in works:
-        _plan(plan, work, stream)
-    return works
+    planned = [_plan(plan, work, stream) for work in works]
+    return works, any(planned)
 
 
 def _mass_work(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int) -> _Work:
@@ -247,10 +255,13 @@ def _mass_work(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, s
     return work
 
 
-def _plan(plan: AttentionPlan, work: _Work, stream: int) -> None:
-    if not work.planned:
-        _kernels.cuda_plan_work(step_plan(plan), work.native, stream)
-        work.planned = True
+def _plan(plan: AttentionPlan, work: _Work, stream: int) -> bool:
+    """Whether there was anything to do."""
+    if work.planned:
+        return False
+    _kernels.cuda_plan_work(step_plan(plan), work.native, stream)
+    work.planned = True
+    return True
 
 
 def _new_work(
