@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-LEAST_TOKENS = 128  # fewer are slower by the token, which would call for still fewer the next time
 _FIRST_TOKENS = 256
 _WEIGHT = 0.3  # of the newest measurement
 
 
 class Pace:
-    """Tokens a second, as measured, turned into a step of a wanted length."""
+    """Tokens a second, as measured, turned into a step of a wanted length.
 
-    def __init__(self) -> None:
+    Args:
+        least_tokens: of a step, however long they take: fewer are slower by the token, which would call for
+            still fewer the next time.
+    """
+
+    def __init__(self, least_tokens: int = 128) -> None:
+        self.least_tokens = least_tokens
         self.tokens_per_second = 0.0  # 0: not measured yet
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -23,4 +28,4 @@ class Pace:
         """Tokens that take about so long, though never so few that they take longer by the token."""
         if not self.tokens_per_second:
             return _FIRST_TOKENS
-        return max(LEAST_TOKENS, int(self.tokens_per_second * seconds))
+        return max(self.least_tokens, int(self.tokens_per_second * seconds))

@@ -75,7 +75,7 @@ def test_a_look_and_what_follows_it_are_taken_in_parts_too(driver: Driver) -> No
     for sequence in (*sequences, answering):
         driver.finish(sequence)
     sizes = [sum(map(len, batch.positions)) for batch in driver.runner.batches[:12]]
-    assert max(sizes) <= 128 + 4
+    assert max(sizes) <= 64 + 4
     driver.assert_idle()
 
 
