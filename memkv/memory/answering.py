@@ -6,18 +6,20 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from memkv.engine.generation import Generation, GenerationResult
 from memkv.engine.request import GenerateRequest
+from memkv.engine.residency import ChunkRef
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
 from memkv.memory.gate import ChosenPolicy, choose_policy
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
+from memkv.store.rows import ChunkRow
 from memkv.text.citations import CitableChunk, align
 from memkv.text.tokenizer import StreamDecoder
 from memkv.wire import (
@@ -70,7 +72,7 @@ class Answering:
         generation = self._parts.engine.generate(
             GenerateRequest(
                 prefix=collection.prefix,
-                chunks=tuple(collection.ref(hit.chunk.input_key, hit.chunk.token_ids) for hit in mapped),
+                chunks=_refs(collection, [hit.chunk for hit in mapped]),
                 tail_ids=tail_ids,
                 block_size=collection.row.block_size,
                 policy=chosen.policy,
@@ -246,6 +248,18 @@ def _that_fit(found: Sequence[Retrieved], room: int) -> list[Retrieved]:
         distinct.setdefault(hit.chunk.input_key, hit)
     filled = itertools.accumulate(len(hit.chunk.token_ids) for hit in distinct.values())
     return [hit for hit, tokens in zip(distinct.values(), filled, strict=True) if tokens <= room]
+
+
+def _refs(collection: OpenCollection, chunks: Sequence[ChunkRow]) -> tuple[ChunkRef, ...]:
+    """Each knows which of the others stands before it in its document."""
+    keys = {(chunk.document_id, chunk.ordinal): chunk.input_key for chunk in chunks}
+    return tuple(
+        replace(
+            collection.ref(chunk.input_key, chunk.token_ids),
+            after=keys.get((chunk.document_id, chunk.ordinal - 1), ""),
+        )
+        for chunk in chunks
+    )
 
 
 def _ms_since(started: float) -> float:

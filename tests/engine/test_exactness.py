@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from memkv.engine.engine import Engine
 from memkv.engine.generation import GenerationResult
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
-from memkv.engine.reuse import Exact, Head, Map, ReusePolicy
+from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select, parse_policy
 from memkv.engine.sampler import Sampling
 from memkv.model.loader import LoadedModel
 
@@ -28,6 +29,7 @@ from memkv.model.loader import LoadedModel
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
 TOLERANCE = 1e-3
+ORDER = parse_policy("order")
 NEW_TOKENS = 12
 
 # Plain, another GQA ratio, scaled RoPE, sliding windows, layers without RoPE, soft-caps, partial rotary.
@@ -151,7 +153,7 @@ def test_mapped_chunks_are_keys_turned_to_their_places(tiny: Setup) -> None:
         assert_same(result, mapped_by_hand(model, request, result), request)
 
 
-@pytest.mark.parametrize("policy", [Exact(), Map(), Head(1)])
+@pytest.mark.parametrize("policy", [Exact(), Map(), Head(1), Select(0.4)])
 def test_a_prompt_taken_in_parts_gives_the_same(
     load_tiny: Callable[[str], LoadedModel], policy: ReusePolicy
 ) -> None:
@@ -172,7 +174,7 @@ def test_company_changes_nothing(load_tiny: Callable[[str], LoadedModel]) -> Non
     chunks = [prompts.chunk(30 + index) for index in range(6)]
     requests = [
         request_of(prompts, tuple(prompts.random.sample(chunks, 3)), 5 + index, policy)
-        for index, policy in enumerate([Exact(), Map(), Head(1)] * 4)
+        for index, policy in enumerate([Exact(), Map(), Head(1), Select(0.4)] * 3)
     ]
     with Engine(load_tiny("llama"), "float32", config(), poison=True) as engine:
         alone = [generate(engine, source, request) for request in requests]
@@ -239,11 +241,12 @@ def repeated_and_other_questions(engine: Engine, model: PreTrainedModel, prompts
     assert other.usage.prefilled_tokens == 1
     assert one.token_ids == other.token_ids
     assert one.logits is not None and other.logits is not None
-    for length in (9, 25):
-        request = request_of(prompts, chunks, length, Exact())
+    for length, policy, asked in ((9, Exact(), chunks), (25, Exact(), chunks), (9, ORDER, chunks[::-1])):
+        request = request_of(prompts, asked, length, policy)
         result = generate(engine, source, request)
         assert result.usage.prefilled_tokens == length
-        assert_same(result, own_forward(model, request, result), request)
+        in_order = replace(request, chunks=chunks, pieces=())
+        assert_same(result, own_forward(model, in_order, result), request)
     return float((one.logits - other.logits).abs().max())
 
 

@@ -55,7 +55,7 @@ def test_off_exact_and_strict_give_the_same_answer(smol_memory: Memory) -> None:
 
 
 def test_each_policy_says_what_it_computed(smol_memory: Memory) -> None:
-    names = ("map", "head", "head:2", "exact")
+    names = ("map", "neighbours", "head", "head:2", "exact")
     by_policy = {name: ask(smol_memory, LIGHT, policy=name) for name in names}
     prefilled = [answer.usage.prefilled_tokens for answer in by_policy.values()]
     assert prefilled == sorted(prefilled)
