@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 from engine_harness import FAKE_LAYOUT, RandomPrompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lane_driver import Driver
 
 from memkv.engine import continuations as module
+from memkv.engine.continuations import Continuations, PromptOrigin
+from memkv.engine.kv_cache import KVCache
 from memkv.engine.request import GenerateRequest
-from memkv.engine.residency import ChunkRef
+from memkv.engine.residency import ChunkRef, Residency
 from memkv.engine.reuse import Exact, Head, Map, Select
 from memkv.engine.sequence import Sequence
+from memkv.kv.block_pool import BlockPool
+from memkv.kv.block_table import Segment
 
 SIZE = FAKE_LAYOUT.block_size
 
@@ -307,6 +313,58 @@ def test_a_run_that_begins_inside_another_is_reached_through_it(driver: Driver) 
     assert prefilled(ask(driver, tail=(*common, *other))) == 1
     assert prefilled(ask(driver, tail=(*common, *one))) == 1
     assert prefilled(ask(driver, tail=(*common, *other[:10], *one))) == 30
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_the_longest_known_beginning_is_found(data: st.DataObject) -> None:
+    """Against trying everything: runs of few different tokens that share, part and follow each other."""
+    residency = Residency(KVCache(FAKE_LAYOUT, 256), BlockPool(256))
+    known = Continuations(residency, 256, block_size=1)
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+    runs: list[tuple[list[int], int]] = []
+    for _ in range(data.draw(st.integers(0, 8))):
+        ids, start = data.draw(tokens), data.draw(st.integers(0, 6))
+        if runs and data.draw(st.booleans()):
+            ids = [*data.draw(st.sampled_from(runs))[0], *ids]
+            start = data.draw(st.integers(0, len(ids) - 1))
+        if start < len(ids):
+            blocks = residency.allocate(FAKE_LAYOUT.blocks_for(len(ids) - start))
+            run = Segment(tuple(blocks), len(ids) - start, start, start, private=True)
+            if known.keep(PromptOrigin("prefix", ()), ids, run, start):
+                runs.append((ids, start))
+            else:
+                residency.release(blocks)
+            known.check_integrity()
+    asked, start = data.draw(tokens), data.draw(st.integers(0, 4))
+    if runs:
+        asked = [*data.draw(st.sampled_from(runs))[0], *asked]
+    end = data.draw(st.integers(0, len(asked)))
+    found = known.find("prefix", asked, start, end)
+
+    reach = start
+    while True:  # a run that begins within reach extends it by the tokens that agree
+        farther = [
+            min(agreement(ids, asked), end)
+            for ids, first in runs
+            if start <= first <= reach and agreement(ids, asked) > first
+        ]
+        if max(farther, default=reach) <= reach:
+            break
+        reach = max(farther)
+    assert (found[-1].end if found else start) == max(reach, start)
+    position = start
+    for piece in found:
+        assert piece.position == position == piece.ref.stored_position and piece.num_tokens > 0
+        assert list(piece.ref.context_ids) == asked[:position]
+        assert list(piece.ref.token_ids[: piece.num_tokens]) == asked[position : piece.end]
+        position = piece.end
+
+
+def agreement(one: list[int], other: list[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

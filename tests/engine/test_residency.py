@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from engine_harness import FAKE_LAYOUT, RandomPrompts
 from hypothesis import settings
@@ -14,6 +16,7 @@ from memkv.errors import InternalServerError, PoolExhausted
 from memkv.kv.block_pool import BlockPool
 
 PROMPTS = RandomPrompts(1000)
+NUMBERS = itertools.count()
 REFS = [PROMPTS.chunk(tokens, key=f"c{tokens}") for tokens in (1, 15, 16, 17, 33, 60, 100, 5, 48)]
 
 
@@ -93,6 +96,20 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.release(blocks)
         for block in blocks:
             self.private_held.remove(block)
+
+    @rule(blocks=consumes(private), drop=st.booleans(), pin=st.booleans())
+    def adopt(self, blocks: list[int], drop: bool, pin: bool) -> None:
+        if not blocks:
+            return
+        ref = PROMPTS.chunk(len(blocks) * FAKE_LAYOUT.block_size, key=f"run {next(NUMBERS)}")
+        chunk = self.residency.adopt(ref, blocks)
+        for block in blocks:
+            self.private_held.remove(block)
+        if pin:
+            self.live.append(self.residency.pin([ref]))
+            assert self.live[-1].chunks == [chunk] and self.live[-1].is_ready
+        if drop:
+            self.residency.drop([ref.input_key])
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
