@@ -76,6 +76,8 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         ("kv.block_size", 7),
         ("engine.pool_bytes", "12 parsecs"),
         ("engine.queue_seconds", "nan"),
+        ("engine.continuation_share", 1.01),
+        ("engine.continuation_share", -0.1),
         ("ingest.prefill", "never"),
         ("store.data_dir", 5),
     ],
