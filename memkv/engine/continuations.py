@@ -51,6 +51,7 @@ class Continuations:
         self._max_blocks = max_blocks
         self._runs: OrderedDict[str, _Run] = OrderedDict()  # coldest first; dropped ones linger until swept
         self._places: dict[tuple[str, int, int], list[_Place]] = {}  # prefix key, position, hash
+        self._token_ids: dict[int, int] = {}  # each id's one object: a known token takes 8 bytes, not 36
         self._num_kept = 0  # ever
 
     def find(self, prefix_key: str, ids: Sequence[int], start: int, end: int) -> list[MappedPiece]:
@@ -87,7 +88,8 @@ class Continuations:
         num_new = run.end - max(found[-1].end if found else 0, run.position)
         if num_new < self._block_size or not self._make_room(len(run.blocks)):
             return False
-        before, own = tuple(ids[: run.position]), tuple(ids[run.position : run.end])
+        known = [self._token_ids.setdefault(token, token) for token in ids[: run.end]]
+        before, own = tuple(known[: run.position]), tuple(known[run.position :])
         key = (origin.prefix_key, len(before), _hash(0, before))
         places = self._places.setdefault(key, [])
         place = next((place for place in places if place.ids == before), None)
@@ -122,7 +124,7 @@ class Continuations:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(run.chunk.blocks) for run in self._runs.values() if not run.chunk.dropped)
+        return self._residency.num_adopted_blocks
 
     def check_integrity(self) -> None:
         placed = [run for places in self._places.values() for place in places for run in place.runs]

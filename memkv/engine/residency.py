@@ -57,14 +57,19 @@ class KVSource(Protocol):
 
 
 class ResidentChunk:
-    """A chunk that holds blocks. `ready`: they are written and may be mapped."""
+    """A chunk that holds blocks.
 
-    __slots__ = ("blocks", "dropped", "pins", "ready", "ref")
+    Attributes:
+        ready: they are written and may be mapped.
+        adopted: a sequence left them.
+    """
 
-    def __init__(self, ref: ChunkRef, blocks: Sequence[int]) -> None:
+    __slots__ = ("adopted", "blocks", "dropped", "pins", "ready", "ref")
+
+    def __init__(self, ref: ChunkRef, blocks: Sequence[int], *, adopted: bool = False) -> None:
         self.ref = ref
         self.blocks = tuple(blocks)
-        self.ready = False
+        self.adopted = self.ready = adopted
         self.dropped = False
         self.pins = 0
 
@@ -128,6 +133,7 @@ class Residency:
         self._chunks: dict[str, ResidentChunk] = {}
         self._idle: OrderedDict[str, ResidentChunk] = OrderedDict()  # ready and unpinned; coldest first
         self._dropped: set[ResidentChunk] = set()  # not found any more, still pinned
+        self.num_adopted_blocks = 0  # of adopted chunks that can be found
         self._num_idle_blocks = 0
         self._num_private = 0
 
@@ -201,8 +207,8 @@ class Residency:
     def adopt(self, ref: ChunkRef, blocks: Sequence[int]) -> ResidentChunk:
         """Takes written private blocks over as a chunk that nobody pins."""
         assert ref.input_key not in self._chunks, "bug: a chunk was adopted twice"
-        chunk = ResidentChunk(ref, blocks)
-        chunk.ready = True
+        chunk = ResidentChunk(ref, blocks, adopted=True)
+        self.num_adopted_blocks += len(chunk.blocks)
         self._chunks[ref.input_key] = self._idle[ref.input_key] = chunk
         self._num_private -= len(chunk.blocks)
         self._num_idle_blocks += len(chunk.blocks)
@@ -229,6 +235,8 @@ class Residency:
                 held[block] += chunk.pins
         for block in range(self._pool.num_blocks):
             assert self._pool.ref_count(block) == held[block], f"bug: references of block {block} leak"
+        adopted = sum(len(chunk.blocks) for chunk in self._chunks.values() if chunk.adopted)
+        assert adopted == self.num_adopted_blocks, "bug: adopted blocks are miscounted"
         idle = sum(len(chunk.blocks) for chunk in self._idle.values())
         assert idle == self._num_idle_blocks, "bug: idle blocks are miscounted"
         pinned = {*self._dropped, *(chunk for chunk in self._chunks.values() if chunk.pins)}
@@ -271,6 +279,8 @@ class Residency:
         if self._idle.pop(chunk.ref.input_key, None) is not None:
             self._num_idle_blocks -= len(chunk.blocks)
         chunk.dropped = True
+        if chunk.adopted:
+            self.num_adopted_blocks -= len(chunk.blocks)
         if chunk.pins:
             self._dropped.add(chunk)
         self._pool.release(chunk.blocks)
