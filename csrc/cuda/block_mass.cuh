@@ -28,13 +28,14 @@ struct BlockMass {
   static constexpr int kMaxGroup = 64;
 
   struct Layout {
-    int query, positions, lse, sums, bytes;
+    int query, positions, lse, heads, sums, bytes;
 
     __host__ __device__ Layout() {
       query = 0;
       positions = query + kMassWarps * kQueryBytes;
       lse = positions + kMassWarps * 8 * 4;
-      sums = lse + kMassWarps * 8 * 4;
+      heads = lse + kMassWarps * 8 * 4;  // of the group, of each tile of a chunk
+      sums = heads + kMassWarps * 4;
       bytes = sums + kMassStages * kMaxGroup * 2 * 4;
     }
   };
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
   uint4* const queries = reinterpret_cast<uint4*>(shared + at.query);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
   float* const lses = reinterpret_cast<float*>(shared + at.lse);
+  int* const heads_of = reinterpret_cast<int*>(shared + at.heads);
   float* const sums = reinterpret_cast<float*>(shared + at.sums);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
   const WorkHeader header = *work.header;
@@ -91,20 +93,48 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
             const bool used = by_head ? g < group : token < num_tokens;
             const int64_t row = first_token + min(token, num_tokens - 1);
             const int64_t offset = call.q.offset(row, start.kv_head * group + head);
-            const auto load = [&](int d) { return load_two(call.q, offset + d); };
-            for (int j = 0; j < kChunks; ++j) {
-              const int d = 8 * (4 * j + q);
+            const auto load = [&](int d) { return used ? load_two(call.q, offset + d) : float2{}; };
+            const auto put = [&](int j, const float2(&two)[4]) {  // dimensions 8 * (4j + q) ..
+#pragma unroll
               for (int m = 0; m < 2; ++m) {
-                uint32_t b0[2] = {}, b1[2] = {};
-                if (d < kHeadDim && used) {
-                  const float2 low = turned_two(load, turn, pairs, d + 4 * m);
-                  const float2 high = turned_two(load, turn, pairs, d + 4 * m + 2);
-                  split<T, 2>(low.x, low.y, b0);
-                  split<T, 2>(high.x, high.y, b1);
-                }
+                uint32_t b0[2], b1[2];
+                split<T, 2>(two[2 * m].x, two[2 * m].y, b0);
+                split<T, 2>(two[2 * m + 1].x, two[2 * m + 1].y, b1);
                 queries[((warp * kChunks + j) * 2 + m) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
               }
+            };
+            const int half = turn != nullptr && !pairs.interleaved && pairs.count() % 32 == 0
+                                 ? pairs.count() / 32
+                                 : 0;
+            for (int j = 0; j < half; ++j) {  // both of a pair lie in this lane
+              float2 a[4], b[4];
+              float2 cos[4], sin[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int d = 8 * (4 * j + q) + 2 * i;
+                a[i] = load(d);
+                b[i] = load(d + pairs.count());
+                cos[i] = __ldg(reinterpret_cast<const float2*>(turn + d));
+                sin[i] = __ldg(reinterpret_cast<const float2*>(turn + pairs.count() + d));
+              }
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                rotate_pair(a[i].x, b[i].x, cos[i].x, sin[i].x);
+                rotate_pair(a[i].y, b[i].y, cos[i].y, sin[i].y);
+              }
+              put(j, a);
+              put(j + half, b);
             }
+            for (int j = 2 * half; j < kChunks; ++j) {
+              const int d = 8 * (4 * j + q);
+              float2 two[4] = {};
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                if (d < kHeadDim) two[i] = turned_two(load, turn, pairs, d + 2 * i);
+              }
+              put(j, two);
+            }
+            if (lane == 0) heads_of[warp] = (chunk + warp) / tiles_of_head;
             if (q == 0) {
               positions[warp * 8 + g] = used ? call.plan.query_position[row] : -1;  // sees nothing
               lses[warp * 8 + g] =
@@ -164,18 +194,23 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
                 scaled(score);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                  float one = exp2_of(score[i] - (i % 2 == 0 ? lse.x : lse.y));
-                  if (edge) {
-                    const int token = token0 + g + i / 2 * 8;
-                    const TokenRange sees =
-                        visible_tokens(segment, positions[t * 8 + 2 * q + i % 2], call.window);
-                    if (token < sees.begin || token >= sees.end) one = 0.0f;
-                  }
-                  mass[i % 2][i / 2] += one;
+                  score[i] = exp2_of(score[i] - (i % 2 == 0 ? lse.x : lse.y));
                 }
+                if (edge) {
+#pragma unroll
+                  for (int i = 0; i < 2; ++i) {
+                    const TokenRange sees =
+                        visible_tokens(segment, positions[t * 8 + 2 * q + i], call.window);
+                    const int low = token0 + g, high = low + 8;
+                    if (low < sees.begin || low >= sees.end) score[i] = 0.0f;
+                    if (high < sees.begin || high >= sees.end) score[i + 2] = 0.0f;
+                  }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mass[i % 2][i / 2] += score[i];
                 // The last tile of a head: lanes add up, once.
-                const int of = (chunk + t) / tiles_of_head;
-                if (t + 1 < tiles && (chunk + t + 1) / tiles_of_head == of) continue;
+                const int of = heads_of[t];
+                if (t + 1 < tiles && heads_of[t + 1] == of) continue;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                   if (!by_head) mass[0][i] += mass[1][i];

@@ -49,7 +49,10 @@ class StageCursor {
       at_ = {__shfl_sync(0xffffffffu, mine.stages_before, of),
              __shfl_sync(0xffffffffu, mine.first_stage, of),
              __shfl_sync(0xffffffffu, mine.first_entry, of),
-             __shfl_sync(0xffffffffu, mine.num_tokens, of)};
+             __shfl_sync(0xffffffffu, mine.num_tokens, of),
+             __shfl_sync(0xffffffffu, mine.position, of),
+             __shfl_sync(0xffffffffu, mine.stored_position, of),
+             {}};
       return;
     }
   }
@@ -68,8 +71,7 @@ class StageCursor {
   __device__ __forceinline__ int stage_of_segment(int stage) const {
     return at_.first_stage + stage - at_.stages_before;
   }
-  __device__ __forceinline__ int first_entry() const { return at_.first_entry; }
-  __device__ __forceinline__ int num_tokens() const { return at_.num_tokens; }
+  __device__ __forceinline__ Segment segment() const { return at_.segment(); }
   __device__ __forceinline__ int end() const { return end_; }
 
  private:
@@ -384,7 +386,6 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         keep_query(i, load_query(i));
       }
       if (threadIdx.x < Loop::kRows) positions[threadIdx.x] = my_position;
-      const Segment* segments = call.plan.segments + tile.first_segment;
       __syncthreads();
 
       float top[kTiles][2], exact[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
@@ -404,7 +405,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       TileView view(segment, 0, 0, 0);
       for (int stage = my_begin; stage < my_end; ++stage) {
         if (taken_from.enter(stage) || stage == my_begin) {
-          segment = segments[taken_from.run];
+          segment = taken_from.segment();
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
           const float* turn = turn_of(call, segment, tile.first_segment + taken_from.run);
 #pragma unroll

@@ -40,6 +40,16 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   return y;
 }
 
+// Adds 1; what this block of threads wrote before its barrier is seen by whoever reads a later count.
+__device__ __forceinline__ int32_t arrive_at(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // Two numbers of type T in a register; the terms that add up to a float.
 template <typename T>
 struct Packed;

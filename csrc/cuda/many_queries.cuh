@@ -39,17 +39,23 @@ struct ManyQueries {
 
   static constexpr int kQueryAt = kManyStages * kStageBytes;
   static constexpr int kPositionsAt = kQueryAt + kManyWarps * 2 * kQueryBytes;
-  static constexpr int kIdsAt = kPositionsAt + kManyRows * 4;  // [kManyLookups][kTokens / 8]
-  static constexpr int kFlagAt = kIdsAt + kManyLookups * (kTokens / 8) * 4;
+  static constexpr int kBlocksAt = kPositionsAt + kManyRows * 4;  // [kManyLookups][kTokens / 8]
+  static constexpr int kStartsAt = kBlocksAt + kManyLookups * (kTokens / 8) * 16;
+  static constexpr int kFlagAt = kStartsAt + kManyWarps * int(sizeof(RangeStart));
   static constexpr int kBytes = kFlagAt + 16;
   static_assert(kBytes <= 227 * 1024);
 };
 
-// Copies K and V of a stage; tokens past `valid` become zeros. ids are in shared memory, and name
-// a block that exists even where no token is used.
+// Where a block's K and V begin, in bytes.
+struct BlockOffsets {
+  int64_t k, v;
+};
+
+// Copies K and V of a stage; tokens past `valid` become zeros. The blocks' offsets are in shared
+// memory, and are of a block that exists even where no token is used.
 template <typename Loop, int kHeadDim, int kBlockSize>
 __device__ __forceinline__ void copy_stage(
-    const PagedCache& cache, const int32_t* ids, int valid, int kv_head, uint32_t to) {
+    const PagedCache& cache, const BlockOffsets* blocks, int valid, int kv_head, uint32_t to) {
   constexpr int kThreads = kManyWarps * 32, kTokens = Loop::kTokens;
   constexpr int kPieces = Loop::kKeyBytes / 16;
   constexpr int kSlabBytes = kHeadDim * kBlockSize * 2, kGroups = kBlockSize / 8;
@@ -58,9 +64,8 @@ __device__ __forceinline__ void copy_stage(
   {  // 16 bytes of one token: a thread's token is always the same
     const int token = threadIdx.x % kTokens;
     const int bytes = token < valid ? 16 : 0;
-    const char* from = static_cast<const char*>(cache.k) + kv_head * kSlabBytes +
-                       ids[token / kBlockSize] * cache.k_block_stride * 2 +
-                       (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
+    const char* from = static_cast<const char*>(cache.k) + blocks[token / kBlockSize].k +
+                       kv_head * kSlabBytes + (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
 #pragma unroll
     for (int i = 0; i < kPieces; i += kThreads) {
       if (kPieces % kThreads != 0 && i + threadIdx.x >= kPieces) break;
@@ -73,9 +78,8 @@ __device__ __forceinline__ void copy_stage(
     if (kPieces % kThreads != 0 && at >= kPieces) break;
     const int group = at % kGroups, row = at / kGroups, block = row / kHeadDim;
     const int token = block * kBlockSize + group * 8;
-    const char* from = static_cast<const char*>(cache.v) + kv_head * kSlabBytes +
-                       ids[block] * cache.v_block_stride * 2 +
-                       (at - block * (kHeadDim * kGroups)) * 16;
+    const char* from = static_cast<const char*>(cache.v) + blocks[block].v +
+                       kv_head * kSlabBytes + (at - block * (kHeadDim * kGroups)) * 16;
     copy_async_16(
         to + Loop::kKeyBytes + token / 8 * Loop::kValueGroupBytes + (row - block * kHeadDim) * 16,
         from,
@@ -84,8 +88,7 @@ __device__ __forceinline__ void copy_stage(
 }
 
 template <typename T, int kHeadDim, int kBlockSize>
-__global__ void __launch_bounds__(kManyWarps * 32, 1)
-    many_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
+__device__ __forceinline__ void many_queries(const Attention& call, const Work& work) {
   using Loop = ManyQueries<T, kHeadDim>;
   using Numbers = Packed<T>;
   constexpr int kSteps = Loop::kSteps, kTokens = Loop::kTokens, kTokenTiles = kTokens / 8;
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   uint4* const query =
       reinterpret_cast<uint4*>(shared + Loop::kQueryAt + warp * 2 * Loop::kQueryBytes);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + Loop::kPositionsAt);
-  int32_t* const ids = reinterpret_cast<int32_t*>(shared + Loop::kIdsAt);
+  BlockOffsets* const blocks = reinterpret_cast<BlockOffsets*>(shared + Loop::kBlocksAt);
   int* const flag = reinterpret_cast<int*>(shared + Loop::kFlagAt);
   const uint32_t ring = shared_address(shared);
   const WorkHeader header = *work.header;
@@ -107,15 +110,22 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   const uint32_t v_lane = Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 +
                           lane / 8 % 2 * Loop::kValueGroupBytes;
 
+  RangeStart& start =
+      *reinterpret_cast<RangeStart*>(shared + Loop::kStartsAt + warp * sizeof(RangeStart));
+  constexpr int kStartInts = sizeof(RangeStart) / 4;
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
-    RangeStart start = work.ranges[range];
+    if (lane < kStartInts) {
+      reinterpret_cast<int32_t*>(&start)[lane] =
+          reinterpret_cast<const int32_t*>(work.ranges + range)[lane];
+    }
+    __syncwarp();
     int left = min(header.range_length, header.length - range * header.range_length);
     while (left > 0) {
       const QueryTile& tile = start.of;
       const int taken = min(left, tile.unit_length - start.stage);
       const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
-      // 1. Look up the blocks of the first stages, and ask for them. Stage i's ids and number of
+      // 1. Look up the blocks of the first stages, and ask for them. Stage i's blocks and number of
       // tokens are in places i % kManyLookups, written one barrier before they are read.
       StageCursor asked(work, tile.first_run, tile.num_runs, begin);
       StageCursor taken_from = asked;
@@ -125,17 +135,19 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         if (stage >= end) return;
         asked.enter(stage);
         const int in_segment = asked.stage_of_segment(stage);
-        valid[1] = asked.num_tokens() - in_segment * kTokens;
+        valid[1] = asked.segment().num_tokens - in_segment * kTokens;
         if (threadIdx.x < kBlocks) {
           const bool used = int(threadIdx.x) * kBlockSize < valid[1];
-          ids[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] =
-              __ldg(call.plan.block_ids + asked.first_entry() + in_segment * kBlocks +
+          const int64_t id =
+              __ldg(call.plan.block_ids + asked.segment().first_entry + in_segment * kBlocks +
                     (used ? threadIdx.x : 0));
+          blocks[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] = {
+              id * call.cache.k_block_stride * 2, id * call.cache.v_block_stride * 2};
         }
       };
       const auto ask = [&](int stage, int slot, int tokens) {
         copy_stage<Loop, kHeadDim, kBlockSize>(call.cache,
-                                   ids + (stage - begin) % kManyLookups * (kTokens / 8),
+                                   blocks + (stage - begin) % kManyLookups * (kTokens / 8),
                                    tokens,
                                    start.kv_head,
                                    ring + slot * Loop::kStageBytes);
@@ -150,7 +162,6 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
         if (begin + i < end) ask(begin + i, i, first_two[i]);
         copy_async_commit();
       }
-      const Segment* segments = call.plan.segments + tile.first_segment;
 
       // 2. Where the rows stand.
       for (int row = threadIdx.x; row < kManyRows; row += kManyWarps * 32) {
@@ -192,7 +203,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
           copy_async_commit();
         }
         if ((taken_from.enter(stage) || stage == begin) && my_rows > 0) {
-          segment = segments[taken_from.run];
+          segment = taken_from.segment();
           view = TileView(segment, least, most, call.window);
           sees[0] = visible_tokens(segment, position[0], call.window);
           sees[1] = visible_tokens(segment, position[1], call.window);
@@ -311,23 +322,24 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 
         // Outputs.
         constexpr uint32_t kOnes = Numbers::kOnes;
+        constexpr int kAhead = kSteps > 8 ? 0 : 1;  // registers are short at head_dim 256
         constexpr int kBatch = kSteps > 8 ? 2 : 4, kBatches = (kSteps + kBatch - 1) / kBatch;
-        Fragment v[2][kBatch];
+        Fragment v[1 + kAhead][kBatch];
         const auto load = [&](int batch) {  // of kBatches for each 16 tokens
           const int n = batch / kBatches * 2, first = batch % kBatches * kBatch;
 #pragma unroll
           for (int m = 0; m < kBatch; ++m) {
             if (first + m < kSteps) {
-              v[batch % 2][m] =
+              v[batch % (1 + kAhead)][m] =
                   load_matrices(values + n * Loop::kValueGroupBytes + (first + m) * 16 * 16);
             }
           }
         };
-        load(0);
+        if (kAhead > 0) load(0);
         uint32_t weight[4];
 #pragma unroll
         for (int batch = 0; batch < kTokenTiles / 2 * kBatches; ++batch) {
-          if (batch + 1 < kTokenTiles / 2 * kBatches) load(batch + 1);
+          if (batch + kAhead < kTokenTiles / 2 * kBatches) load(batch + kAhead);
           if (batch % kBatches == 0) {
             float* s = score + batch / kBatches * 8;
 #pragma unroll
@@ -342,36 +354,52 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
           for (int m = 0; m < kBatch; ++m) {
             const int step = batch % kBatches * kBatch + m;
             if (step >= kSteps) break;
-            const Fragment& of = v[batch % 2][m];
+            const Fragment& of = v[batch % (1 + kAhead)][m];
             Numbers::multiply_add(out[2 * step], weight, of.r[0], of.r[1]);
             Numbers::multiply_add(out[2 * step + 1], weight, of.r[2], of.r[3]);
           }
         }
       }
 
-      // 4. The rows, or a partial of them.
+      // 4. The rows, or a partial of them: through shared memory, where the warp's query was, so that
+      // the code is short (it runs once for thousands of stages) and stores are whole lines.
       const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
       const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
+      float* const mine = reinterpret_cast<float*>(query);  // [16, head_dim]
+      static_assert(2 * Loop::kQueryBytes >= 16 * kHeadDim * 4);
+      constexpr int kMoved = kHeadDim % 32 == 0 ? 3 : 1;  // rows are moved by 8 against each other
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          *reinterpret_cast<float2*>(mine + (g + 8 * i) * kHeadDim + ((8 * n + 2 * q) ^ (g & kMoved) * 8)) =
+              float2{out[n][2 * i], out[n][2 * i + 1]};
+        }
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = warp * 16 + g + 8 * i;
         exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 1);
         exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 2);
-        if (row >= tile.num_rows) continue;
-        const RowSums sums{top[i], sum[2 * i], exact[i], 0.0f};
-        if (parts.count == 1) {
-          const RowPlace place = place_of(work, tile, start.kv_head, row);
-#pragma unroll
-          for (int n = 0; n < 2 * kSteps; ++n) {
-            finish_row(call, place, 8 * n + 2 * q, sums, out[n][2 * i], out[n][2 * i + 1]);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int of = 0; of < my_rows; ++of) {
+        const int row = warp * 16 + of, from = of % 8 * 4;
+        const RowSums sums{__shfl_sync(kAllLanes, of < 8 ? top[0] : top[1], from),
+                           __shfl_sync(kAllLanes, of < 8 ? sum[0] : sum[2], from),
+                           __shfl_sync(kAllLanes, of < 8 ? exact[0] : exact[1], from),
+                           0.0f};
+        const RowPlace place = place_of(work, tile, start.kv_head, row);
+#pragma unroll 1
+        for (int d = 2 * lane; d < kHeadDim; d += 64) {
+          const float2 two = *reinterpret_cast<const float2*>(mine + of * kHeadDim + (d ^ (of & kMoved) * 8));
+          if (parts.count == 1) {
+            finish_row(call, place, d, sums, two.x, two.y);
+          } else {
+            *reinterpret_cast<float2*>(partial.out + row * kHeadDim + d) = two;
+            if (d == 0) partial.sums[row] = sums;
           }
-        } else {
-#pragma unroll
-          for (int n = 0; n < 2 * kSteps; ++n) {
-            *reinterpret_cast<float2*>(partial.out + row * kHeadDim + 8 * n + 2 * q) = {
-                out[n][2 * i], out[n][2 * i + 1]};
-          }
-          if (q == 0) partial.sums[row] = sums;
         }
       }
       if (parts.count > 1) {
@@ -382,10 +410,26 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
 
       // 5. The next unit.
       left -= taken;
-      next_unit(work, start, left);
+      __syncwarp();
+      if (lane == 0) next_unit(work, start, left);
+      __syncwarp();
     }
   }
   finish_blind_tiles<kHeadDim>(call, work, header);
+}
+
+// Empty where no GPU of the architecture has so much shared memory: the loop of few rows serves it.
+template <typename T, int kHeadDim, int kBlockSize>
+__global__ void __launch_bounds__(kManyWarps * 32, 1)
+    many_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  constexpr int kSharedBytes = 163 * 1024;
+#else
+  constexpr int kSharedBytes = 227 * 1024;
+#endif
+  if constexpr (ManyQueries<T, kHeadDim>::kBytes <= kSharedBytes) {
+    many_queries<T, kHeadDim, kBlockSize>(call, work);
+  }
 }
 
 }  // namespace memkv::cuda

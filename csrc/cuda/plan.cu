@@ -95,13 +95,18 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
     }
     const int32_t sum = warp_scan(stages.count);
     if (base + lane < num_segments) {
-      runs[base + lane] = {
-          before + sum - stages.count, stages.first, segment.first_entry, segment.num_tokens};
+      runs[base + lane] = {before + sum - stages.count,
+                           stages.first,
+                           segment.first_entry,
+                           segment.num_tokens,
+                           segment.position,
+                           segment.stored_position,
+                           {}};
     }
     before += __shfl_sync(kAll, sum, 31);
   }
   if (lane == 0) {
-    runs[num_segments] = {before, 0, 0, 0};
+    runs[num_segments] = {before, 0, 0, 0, 0, 0, {}};
     work.tiles[work.first_tile[sequence] + tile] = {first_token + first_row / shape.group,
                                                     first_row % shape.group,
                                                     rows,

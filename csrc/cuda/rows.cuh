@@ -279,17 +279,15 @@ __device__ void arrive_and_merge(const Attention& call,
                                  const UnitParts& parts,
                                  int* came_last) {
   constexpr int kTwos = kHeadDim / 2, kAtOnce = 8;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     int32_t* arrived = work.arrived + tile_index * work.shape.num_kv_heads + kv_head;
-    const bool last = atomicAdd(arrived, 1) == parts.count - 1;
+    const bool last = arrive_at(arrived) == parts.count - 1;
     if (last) *arrived = 0;
     *came_last = last;
   }
   __syncthreads();
   if (*came_last) {
-    __threadfence();
     const int64_t step = 2 * partial_floats(work.shape.tile_rows, kHeadDim);
     for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
       const int row = item / kTwos, d = item % kTwos * 2;

@@ -20,3 +20,14 @@ def sources_digest() -> str:
                 digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
                 digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def kernel_digest() -> str:
+    """SHA-256 over the sources that a CUDA kernel's speed depends on, 64 hex digits."""
+    digest = hashlib.sha256()
+    for part in ("csrc/include", "csrc/cuda", "memkv/kernels/cuda.py"):
+        top = ROOT / part
+        for file in [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -98,9 +98,12 @@ def run(problem: Problem, **options: object) -> AttentionResult:
 def test_within_twice_the_error_of_pytorch(name: str) -> None:
     problem = build(CASES[name])
     exact = oracle(problem)
+    baseline = same_dtype(problem)
+    check(to_cpu(run(problem)).out, problem, exact.out, baseline)  # a turned query may keep fewer digits
     result = to_cpu(run(problem, lse=True, block_mass=True))
-    check(result.out, problem, exact.out, same_dtype(problem))
-    check_extras(result, exact)
+    check(result.out, problem, exact.out, baseline)
+    # Scores of a thousand have the digits of two terms less ten.
+    check_extras(result, exact, mass_rtol=5e-3 if problem.spec.inputs == "x30" else 1e-3)
 
 
 @pytest.mark.parametrize("chunk", range(20))

@@ -47,8 +47,14 @@ struct alignas(16) QueryTile {
 struct alignas(16) StageRun {
   int32_t stages_before;  // of this run, in the tile
   int32_t first_stage;    // in the segment
-  int32_t first_entry;    // of the segment, in block_ids; and its tokens: all that loading takes
-  int32_t num_tokens;
+  int32_t first_entry;    // of the segment, in block_ids
+  int32_t num_tokens;     // and the rest of the segment, so that nothing has to wait for it
+  int32_t position, stored_position;
+  int32_t unused[2];
+
+  MEMKV_HD Segment segment() const {
+    return {first_entry, num_tokens, position, stored_position};
+  }
 };
 
 struct WorkHeader {
