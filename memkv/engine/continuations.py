@@ -6,7 +6,8 @@
     next turn | prefix | chunk A | chunk B, question, answer   | text, answer |     and so on
 
 A run is a resident chunk whose context is everything before it, so it is pinned, evicted and accounted for as
-chunks are. It is found by a hash of prefix and tokens, and used only for as many tokens as are the same.
+chunks are. It is found by its prefix, its place and a hash of the tokens before it, which are then compared,
+and used for as many of its own tokens as are the same.
 """
 
 from __future__ import annotations
@@ -50,26 +51,25 @@ class Continuations:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._runs: OrderedDict[str, _Run] = OrderedDict()  # coldest first; dropped ones linger until swept
-        self._places: dict[tuple[str, int, int], list[_Place]] = {}  # prefix key, position, hash
+        self._places: dict[str, dict[int, list[_Place]]] = {}  # prefix key -> position -> what begins there
         self._token_ids: dict[int, int] = {}  # each id's one object: a known token takes 8 bytes, not 36
         self._num_kept = 0  # ever
 
     def find(self, prefix_key: str, ids: Sequence[int], start: int, end: int) -> list[MappedPiece]:
         """Runs that together hold the longest known beginning of ids[start:end], in order, without gaps."""
-        if not any(key[0] == prefix_key for key in self._places):
-            return []
+        by_position = self._places.get(prefix_key, {})
         steps: list[tuple[int, int, _Run]] = []  # from, to: each reaches farther than those before it
-        reach = position = start
-        state = _hash(0, ids[:start])
-        while position <= reach < end:
-            for place in self._places.get((prefix_key, position, state), ()):
-                best = place.longest(ids, end) if place.holds(ids) else None
+        reach = start
+        hashed = state = 0
+        for position in sorted(position for position in by_position if position >= start):
+            if not position <= reach < end:
+                break
+            state, hashed = _hash(state, ids[hashed:position]), position
+            for place in by_position[position]:
+                best = place.longest(ids, end) if place.hash == state and place.holds(ids) else None
                 if best is not None and best[0] > reach:
                     reach, run = best
                     steps.append((position, reach, run))
-            if position < end:
-                state = _hash(state, ids[position : position + 1])
-            position += 1
         return [
             MappedPiece(run.chunk.ref, first, last - first, exact=True)
             for first, last, run in _shortest_chain(steps)
@@ -90,15 +90,14 @@ class Continuations:
             return False
         known = [self._token_ids.setdefault(token, token) for token in ids[: run.end]]
         before, own = tuple(known[: run.position]), tuple(known[run.position :])
-        key = (origin.prefix_key, len(before), _hash(0, before))
-        places = self._places.setdefault(key, [])
-        place = next((place for place in places if place.ids == before), None)
+        there = self._there(origin.prefix_key, run.position)
+        place = next((place for place in there if place.ids == before), None)
         if place is None:
-            place = _Place(before)
-            places.append(place)
+            place = _Place(origin.prefix_key, before, _hash(0, before))
+            there.append(place)
         self._num_kept += 1
         ref = ChunkRef(f"run {self._num_kept}", place.ids, own)
-        kept = _Run(self._residency.adopt(ref, run.blocks), origin)
+        kept = _Run(self._residency.adopt(ref, run.blocks), origin, place)
         place.runs.append(kept)
         self._runs[ref.input_key] = kept
         self.touch(piece.ref.input_key for piece in found)
@@ -127,8 +126,8 @@ class Continuations:
         return self._residency.num_adopted_blocks
 
     def check_integrity(self) -> None:
-        placed = [run for places in self._places.values() for place in places for run in place.runs]
-        assert len(placed) == len(self._runs), "bug: a run is mislaid"
+        everywhere = [there for by_position in self._places.values() for there in by_position.values()]
+        placed = [run for there in everywhere for place in there for run in place.runs]
         for run in placed:
             assert self._runs[run.chunk.ref.input_key] is run, "bug: a run is mislaid"
         assert self.num_blocks <= self._max_blocks, "bug: runs exceed their budget"
@@ -154,24 +153,30 @@ class Continuations:
         if not any(run.chunk.dropped for run in self._runs.values()):
             return
         self._runs = OrderedDict((key, run) for key, run in self._runs.items() if not run.chunk.dropped)
-        for places in self._places.values():
-            for place in places:
-                place.runs = [run for run in place.runs if not run.chunk.dropped]
-            places[:] = [place for place in places if place.runs]
-        self._places = {key: places for key, places in self._places.items() if places}
+        self._places = {}
+        for place in dict.fromkeys(run.place for run in self._runs.values()):
+            place.runs = [run for run in place.runs if not run.chunk.dropped]
+            self._there(place.prefix_key, len(place.ids)).append(place)
+
+    def _there(self, prefix_key: str, position: int) -> list[_Place]:
+        """The places at one position behind one prefix."""
+        return self._places.setdefault(prefix_key, {}).setdefault(position, [])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     chunk: ResidentChunk
     origin: PromptOrigin
+    place: _Place
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Runs that stand behind exactly these tokens."""
+    """Runs that stand behind exactly these tokens, the prefix's included."""
 
+    prefix_key: str
     ids: tuple[int, ...]
+    hash: int
     runs: list[_Run] = field(default_factory=list)
 
     def holds(self, ids: Sequence[int]) -> bool:

@@ -115,6 +115,10 @@ class Sequence:
         except PoolExhausted:
             pin.release()
             raise
+        own = ((), self.prefix.token_ids)
+        assert all(chunk.ref.context_ids in own for chunk in pin.reserved), (
+            "bug: a run that was found is gone"
+        )
         self._pin = pin
         if self.placement.look is not None:
             self.look = Look(self.placement.look, self.request, self.placement)
