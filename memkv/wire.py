@@ -349,6 +349,7 @@ class Usage(Reply, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # mapped, not computed
     prefilled_tokens: int = 0
+    looked_tokens: int = 0  # of the pass by which the policy chose; not kept
     completion_tokens: int = 0
 
 
@@ -358,6 +359,7 @@ class ReuseReport(Reply, frozen=True, kw_only=True):
     fallback_reason: str = ""
     blocks_shared: int = 0
     blocks_fresh: int = 0
+    continued_tokens: int = 0  # of the cached ones, those that earlier answers left
     healed_chunks: int = 0  # computed again because their KV was missing or damaged
 
 
@@ -365,6 +367,7 @@ class Timings(Reply, frozen=True, kw_only=True):
     retrieve_ms: float = 0.0
     queue_ms: float = 0.0
     load_ms: float = 0.0
+    look_ms: float = 0.0  # of a policy that looks before it chooses
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0  # from the question's arrival to the first token, retrieval included
     total_ms: float = 0.0

@@ -196,6 +196,7 @@ class QueryStream:
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 prefilled_tokens=usage.prefilled_tokens,
+                looked_tokens=usage.looked_tokens,
                 completion_tokens=usage.completion_tokens,
             ),
             reuse=ReuseReport(
@@ -204,12 +205,14 @@ class QueryStream:
                 fallback_reason="; ".join(reason for reason in reasons if reason),
                 blocks_shared=usage.blocks_shared,
                 blocks_fresh=usage.blocks_fresh,
+                continued_tokens=usage.continued_tokens,
                 healed_chunks=usage.healed_chunks,
             ),
             timings=Timings(
                 retrieve_ms=question.retrieve_ms,
                 queue_ms=timings.queue_ms,
                 load_ms=timings.load_ms,
+                look_ms=timings.look_ms,
                 prefill_ms=timings.prefill_ms,
                 ttft_ms=question.submitted_ms + timings.ttft_ms,
                 total_ms=_ms_since(question.started),

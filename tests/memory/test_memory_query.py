@@ -73,6 +73,14 @@ def test_a_question_asked_again_is_answered_from_what_its_first_answer_left(smol
     assert again.answer == first.answer
     assert again.usage.prefilled_tokens == 1 < first.usage.prefilled_tokens
     assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    assert 0 < again.reuse.continued_tokens < again.usage.cached_tokens
+
+
+def test_a_policy_that_looks_tells_what_it_cost(smol_memory: Memory) -> None:
+    answer = ask(smol_memory, policy="select:0.3")
+    assert 0 < answer.usage.looked_tokens < answer.usage.prefilled_tokens
+    assert 0 < answer.timings.look_ms < answer.timings.ttft_ms
+    assert ask(smol_memory, policy="head").timings.look_ms == 0
 
 
 def test_a_stream_tells_the_same_as_the_answer(smol_memory: Memory) -> None:
