@@ -19,6 +19,7 @@ from memkv.cli.db import db
 from memkv.cli.demo import demo
 from memkv.cli.doctor import doctor
 from memkv.cli.documents import documents
+from memkv.cli.eval import evaluate
 from memkv.cli.ingest import ingest
 from memkv.cli.init import init
 from memkv.cli.jobs import jobs
@@ -93,7 +94,7 @@ def _line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-@click.command_panel("This machine", commands=["models", "config", "bench", "doctor", "version"])
+@click.command_panel("This machine", commands=["models", "config", "bench", "eval", "doctor", "version"])
 @click.command_panel("What is stored", commands=["collections", "documents", "jobs", "store", "db"])
 @click.command_panel("Every day", commands=["init", "demo", "serve", "ingest", "query", "search"])
 @click.group(cls=_Root, context_settings={"help_option_names": ["-h", "--help"]})
@@ -123,6 +124,7 @@ for _command in (
     models,
     config,
     bench,
+    evaluate,
     doctor,
     version,
 ):

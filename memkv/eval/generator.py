@@ -28,31 +28,35 @@ _PLACE_NAMES = (
 _FIRST_NAMES = "Ada Boris Clara Dorian Edith Felix Greta Hugo Ines Jonas Karin Leo Mara Nils Olga Paul Rosa"
 _LAST_NAMES = "Abbott Becker Calder Dunn Eaton Falk Garner Holm Irving Jansen Keller Lund Marsh North Orton"
 _SIGNS = "anchor arrow bell crown feather hammer key kite lantern leaf moon shell star wheel"
-_FILLER = (
-    "The morning was quiet and the road was dry.",
-    "Nobody had asked for a change of plan.",
-    "The windows were cleaned before the visitors came.",
-    "A small fire was lit because the evenings had turned cold.",
-    "The old map on the wall had not been used for years.",
-    "Tea was served at four, as on any other day.",
-    "Two boxes were moved from one room to the next.",
-    "The weather report promised light wind from the west.",
-    "Someone had left an umbrella beside the stairs.",
-    "The clock in the corridor was three minutes slow.",
-    "A letter about the new timetable had arrived.",
-    "The path behind the building was repaired in spring.",
-    "There was bread on the table and soup on the stove.",
-    "The list of repairs was shorter than the year before.",
-    "Children were playing near the water.",
-    "The paint on the railing was still wet.",
-    "Most of the guests stayed until the music ended.",
-    "The lamps were checked once a week.",
-    "A dog slept in the shade of the wall.",
-    "The notebook was kept in the upper drawer.",
-    "It rained for an hour and then the sun came out.",
-    "The delivery came late, but nothing was missing.",
-    "The garden had been watered twice.",
-    "They talked about the price of timber.",
+_SUBJECTS = (
+    "the gardener|an old sailor|a young teacher|the postman|two visitors|the night watchman|"
+    "a painter|the cook|some children|a doctor from the next town|the carpenter|a tall stranger|"
+    "the librarian|three musicians|a tired traveller|the baker's son|a clerk|the ferryman|"
+    "a group of students|the new tenant|a farmer|the plumber|an engineer|the landlady"
+)
+_DEEDS = (
+    "repaired a wooden chair|read a long letter|waited for the last train|carried a heavy basket|"
+    "asked for tea|counted the empty boxes|lost a grey umbrella|drew a map of the coast|"
+    "swept the stairs|sold a dozen eggs|wrote three postcards|polished the brass lamps|"
+    "looked for a quiet seat|bought a bag of onions|hung wet coats by the stove|"
+    "told a story about the war|fed the pigeons|fixed the garden fence|borrowed a ladder|"
+    "complained about the noise|planted a row of beans|mended a torn sail|sang an old song|"
+    "studied the timetable"
+)
+_WHERE = (
+    "near the market|behind the church|beside the river|in the back room|under the old oak|"
+    "at the corner shop|on the second floor|by the open window|along the sandy path|"
+    "in front of the town hall|at the long table|next to the well|close to the border|"
+    "in the narrow street|above the stables|outside the theatre|at the end of the valley|"
+    "between two hedges|on the upper deck|in the waiting room|across the square|below the cliffs|"
+    "in a small tent|at the edge of the wood"
+)
+_WHEN = (
+    "On Monday|Early in spring|After the storm|Before supper|Late at night|During the holidays|"
+    "Once the rain had stopped|At noon|A week later|In the cold season|When the bells rang|"
+    "Towards evening|Two years ago|In the meantime|On the longest day|At the first light|"
+    "Without a word|Every other week|Shortly after that|At the end of May|For some reason|"
+    "To everyone's surprise|As usual|One foggy morning"
 )
 _SENTENCES = 12  # of a passage, the fact included
 _HAYSTACK = 64  # passages without a fact
@@ -101,7 +105,7 @@ class _Names:
         ]
         source.shuffle(places)
         source.shuffle(people)
-        haystack = tuple(_passage(source, source.choice(_FILLER)) for _ in range(_HAYSTACK))
+        haystack = tuple(_passage(source, _sentence(source)) for _ in range(_HAYSTACK))
         return cls(places, people[: len(places)], haystack)
 
 
@@ -157,7 +161,12 @@ def _number(source: random.Random) -> int:
     return source.randrange(1000, 10_000)
 
 
+def _sentence(source: random.Random) -> str:
+    when, who, deed, where = (source.choice(words.split("|")) for words in (_WHEN, _SUBJECTS, _DEEDS, _WHERE))
+    return f"{when} {who} {deed} {where}."
+
+
 def _passage(source: random.Random, fact: str) -> str:
-    sentences = source.sample(_FILLER, _SENTENCES - 1)
+    sentences = [_sentence(source) for _ in range(_SENTENCES - 1)]
     sentences.insert(source.randrange(len(sentences) + 1), fact)
     return " ".join(sentences)

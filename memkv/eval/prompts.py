@@ -50,14 +50,14 @@ class Form:
         order: "retrieved" takes the distractors that are most like the question and puts the most similar
             chunk first, as a server does; "shuffled" draws both.
         gold_tokens: of a longer answer, so many are scored.
-        primer: documents of `memkv.text.primer` in front of the chunks.
+        examples: worked examples in front of the chunks.
     """
 
     length: int = 4096
     chunk_tokens: int = 256
     order: Order = "retrieved"
     gold_tokens: int = 64
-    primer: int = 0
+    examples: int = 0
     seed: int = 0
 
 
@@ -100,6 +100,7 @@ class PromptMaker:
 
     @property
     def prefix(self) -> ChunkRef:
+        """What stands in front of the chunks in a prompt."""
         return self._ref((), self._template.prefix_ids)
 
     def make(self, task: Task) -> Prompt:

@@ -27,7 +27,7 @@ from memkv.eval.subjects import FULL, EngineSubjects, Scored, Subject, parse_sub
 from memkv.eval.tasks import Task
 from memkv.memory.collections import fingerprint_of
 from memkv.memory.parts import load_embedder, load_language_model
-from memkv.text.primer import primer_text
+from memkv.text.examples import worked_examples
 from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
@@ -45,6 +45,7 @@ class Plan:
             writes none.
         group: prompts in one batch.
         scored: whether quality is measured; without, only times are.
+        kinds: of tasks that are asked; empty: all.
     """
 
     subjects: tuple[Subject, ...]
@@ -53,14 +54,16 @@ class Plan:
     answer_tokens: int = 0
     group: int = 1
     scored: bool = True
+    kinds: tuple[str, ...] = ()
 
 
 def run_evaluation(
     config: Config, tasks: Sequence[Task], data: str, plan: Plan, tell: Tell = lambda words: None
 ) -> Study:
-    """Measures every policy on every task.
+    """Measures every policy on every task, or on those of the kinds that the plan names.
 
     Args:
+        tasks: those that are not asked still serve as distractors.
         data: what the tasks are, for the record.
         tell: is told what is being done, and what could not be.
 
@@ -70,14 +73,17 @@ def run_evaluation(
     """
     if not plan.subjects:
         raise BadRequestError("no policy to evaluate", hint="name at least one, for example map")
+    if not any(not plan.kinds or task.kind in plan.kinds for task in tasks):
+        raise BadRequestError("no task of the kinds asked for", hint="leave the kinds out to ask all")
     tell(f"loading {config.model.model}")
     model = load_language_model(config)
     embedder = load_embedder(config)
     tokenizer = TextTokenizer(model.tokenizer)
-    template = PromptTemplate.from_tokenizer(tokenizer, primer=primer_text(plan.form.primer))
+    template = PromptTemplate.from_tokenizer(tokenizer, examples=worked_examples()[: plan.form.examples])
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
-    prompts = list(_that_fit(maker, tasks, tell))
+    asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
+    prompts = list(_that_fit(maker, asked, tell))
     started = time.perf_counter()
     with Engine(model, kv_dtype=config.kv.dtype, config=config.engine) as engine:
         layout = engine.layout(config.kv.block_size)
@@ -156,12 +162,15 @@ class _Run:
         self._tokenizer = tokenizer
         self._plan = plan
         self._tell = tell
+        self._checkable: set[str] = set()  # kinds whose every task has one right answer
         self._found: dict[tuple[str, str], _Measured] = defaultdict(_Measured)  # by kind and policy
 
     def rows(self, prompts: Sequence[Prompt], maker: PromptMaker) -> list[Row]:
         subjects = [parse_subject(FULL), *(each for each in self._plan.subjects if each.name != FULL)]
         own = [subject for subject in subjects if subject.peer is None]
         peers = [subject for subject in subjects if subject.peer is not None]
+        free = {prompt.task.kind for prompt in prompts if not prompt.task.answer_start}
+        self._checkable = {prompt.task.kind for prompt in prompts} - free
         for kind in dict.fromkeys(prompt.task.kind for prompt in prompts):
             self._time([prompt for prompt in prompts if prompt.task.kind == kind][: self._plan.timed], own)
         if self._plan.scored:
@@ -227,6 +236,7 @@ class _Run:
             kind=kind,
             policy=policy,
             questions=len(found.scores),
+            checkable=kind in self._checkable,
             fresh=_mean(found.fresh),
             endpoint="kl",
             value=kl.mean,

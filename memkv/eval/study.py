@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from memkv.errors import BadRequestError
+from memkv.store.rows import GateRow
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,8 +17,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fresh: share of the chunks' tokens that were computed for the question.
+        checkable: whether an answer is right or wrong word for word; otherwise `accuracy` says nothing.
         accuracy: share of the questions that greedy decoding answers with the gold answer's own words, from
-            their first; for free text this is rare, and `f1` says more.
+            their first.
         accuracy_full: the same of a full prefill.
         agreement: share of the gold tokens for which both have the same most likely one.
         nll_full: negative log-likelihood of the gold answer under a full prefill, nats a token.
@@ -32,6 +34,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     policy: str
     questions: int
+    checkable: bool
     fresh: float
     endpoint: str
     value: float
@@ -74,6 +77,21 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: float
     rows: list[Row]
+
+    def gate_rows(self) -> list[GateRow]:
+        """What the gate goes by: the policies whose quality was measured."""
+        return [
+            GateRow(
+                kind=row.kind,
+                policy=row.policy,
+                questions=row.questions,
+                fresh=row.fresh,
+                dnll_high=row.dnll_high,
+                accuracy_full=row.accuracy_full if row.checkable else 1.0,
+            )
+            for row in self.rows
+            if row.questions and row.policy != "full"
+        ]
 
 
 def read_study(path: Path) -> Study:

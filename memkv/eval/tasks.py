@@ -7,6 +7,7 @@ The MTRAG form is the same with more fields; of those, `id` and `collection` are
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def read_tasks(path: Path) -> list[Task]:
     if not tasks:
         raise BadRequestError(f"{path} holds no tasks", hint=_FORM)
     return tasks
+
+
+def describe(path: Path) -> str:
+    """A file's name and what it holds, for the record: SHA-256 in part."""
+    return f"{path.name} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
 
 
 def _tasks(text: str, path: Path) -> Iterator[Task]:

@@ -42,6 +42,21 @@ class PromptTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkedExample:
+    """A question about some documents, with its answer. `documents`: titles and texts."""
+
+    documents: tuple[tuple[str, str], ...]
+    question: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """What stands in the user's turn, as `PromptTemplate` would put it."""
+        pieces = "".join(chunk_piece(chunk_label(title), text) for title, text in self.documents)
+        return f"{INSTRUCTION}{pieces}\nQuestion: {self.question}"
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTemplate:
     """A chat template, rendered once and cut around the place where chunks and question go.
 
@@ -57,32 +72,36 @@ class PromptTemplate:
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: PromptTokenizer, system_prompt: str = SYSTEM_PROMPT, primer: str = ""
+        cls,
+        tokenizer: PromptTokenizer,
+        system_prompt: str = SYSTEM_PROMPT,
+        examples: Sequence[WorkedExample] = (),
     ) -> PromptTemplate:
         """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt.
 
         Args:
-            primer: stands at the prefix's end, as chunks will behind it (`primer.py`).
+            examples: turns that go before, each in the form that the prompt itself will have.
         """
         system_prompt = system_prompt.strip()
-        for form, messages in _conversations(system_prompt):
+        for form, messages in _conversations(system_prompt, examples):
             rendered = tokenizer.render_chat(messages) if tokenizer.has_chat_template else None
             cut = _cut(rendered, messages) if rendered else None
             if cut:
-                return cls._from_cut(tokenizer, system_prompt, primer, form, cut)
-        start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, INSTRUCTION))]
-        return cls((*start, *tokenizer.encode(primer)), "plain", tokenizer, "\nAnswer:")
+                return cls._from_cut(tokenizer, system_prompt, form, cut)
+        shown = "".join(f"{example.prompt}\nAnswer: {example.answer}\n\n" for example in examples)
+        start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, shown + INSTRUCTION))]
+        return cls(tuple(start), "plain", tokenizer, "\nAnswer:")
 
     @classmethod
     def _from_cut(
-        cls, tokenizer: PromptTokenizer, system_prompt: str, primer: str, form: str, cut: list[str]
+        cls, tokenizer: PromptTokenizer, system_prompt: str, form: str, cut: list[str]
     ) -> PromptTemplate:
         *heads, tail = cut
         texts = [system_prompt, INSTRUCTION] if len(heads) == 2 else [_joined(system_prompt, INSTRUCTION)]
         ids: list[int] = []
         for head, text in zip(heads, texts, strict=True):
             ids += tokenizer.encode_template(head) + tokenizer.encode(text)
-        return cls((*ids, *tokenizer.encode(primer)), form, tokenizer, tail)
+        return cls(tuple(ids), form, tokenizer, tail)
 
     def tail_ids(self, question: str) -> list[int]:
         """Everything behind the last chunk, up to where the answer begins."""
@@ -109,17 +128,28 @@ def chunk_piece(label: str, text: str) -> str:
 _SYSTEM_MARK, _USER_MARK = "MEMKVSYSTEMMARK", "MEMKVUSERMARK"
 
 
-def _conversations(system_prompt: str) -> list[tuple[str, list[dict[str, str]]]]:
-    user = {"role": "user", "content": _USER_MARK}
-    folded = ("chat without system role" if system_prompt else "chat", [user])
+def _conversations(
+    system_prompt: str, examples: Sequence[WorkedExample]
+) -> list[tuple[str, list[dict[str, str]]]]:
+    turns = [
+        turn
+        for example in examples
+        for turn in (
+            {"role": "user", "content": example.prompt},
+            {"role": "assistant", "content": example.answer},
+        )
+    ]
+    turns.append({"role": "user", "content": _USER_MARK})
+    folded = ("chat without system role" if system_prompt else "chat", turns)
     if not system_prompt:
         return [folded]
-    return [("chat", [{"role": "system", "content": _SYSTEM_MARK}, user]), folded]
+    return [("chat", [{"role": "system", "content": _SYSTEM_MARK}, *turns]), folded]
 
 
 def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:
     """The template's text before, between and behind the marks; None unless each occurs once, in order."""
-    marks = [message["content"] for message in messages]
+    contents = [message["content"] for message in messages]
+    marks = [mark for mark in (_SYSTEM_MARK, _USER_MARK) if mark in contents]
     parts = re.split("|".join(marks), rendered)
     found = re.findall("|".join(marks), rendered)
     return parts if found == marks else None

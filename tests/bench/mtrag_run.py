@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memkv.engine.environment import cpu_name, threads, versions
 from memkv.config import load_config
+from memkv.engine.environment import cpu_name, threads, versions
 from memkv.memory import Memory
 from memkv.wire import (
     CollectionCreate,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from memkv.text.examples import worked_examples
 from memkv.text.prompt import (
     INSTRUCTION,
     MAX_TITLE,
@@ -134,3 +136,29 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(
 )
 def test_a_label_is_one_short_line(title: str, label: str) -> None:
     assert chunk_label(title) == label
+
+
+def test_an_examples_turn_has_the_form_of_the_prompt_itself(smollm2_tokenizer: TextTokenizer) -> None:
+    example = worked_examples()[0]
+    template = PromptTemplate.from_tokenizer(smollm2_tokenizer)
+    chunks = "".join(chunk_piece(chunk_label(title), text) for title, text in example.documents)
+    ids = assembled(template, smollm2_tokenizer.encode(chunks), example.question)
+    shown = PromptTemplate.from_tokenizer(smollm2_tokenizer, examples=[example])
+    whole = all_text(smollm2_tokenizer, list(shown.prefix_ids))
+    assert whole.startswith(all_text(smollm2_tokenizer, ids) + example.answer)
+    assert whole.endswith(INSTRUCTION)
+    assert shown.tail_ids("Who?") == template.tail_ids("Who?")
+
+
+def test_examples_stand_in_every_form_of_prompt(smollm2_tokenizer: TextTokenizer) -> None:
+    examples = worked_examples()
+    assert len(examples) == 2
+    for chat_template in (PLAIN_TURNS, REFUSES_SYSTEM, None):
+        inner = copy.deepcopy(smollm2_tokenizer._inner)
+        inner.chat_template = chat_template
+        template = PromptTemplate.from_tokenizer(TextTokenizer(inner), examples=examples)
+        text = all_text(smollm2_tokenizer, list(template.prefix_ids))
+        for example in examples:
+            assert example.answer in text
+            assert len(example.documents) == 4
+            assert all(body in text for _, body in example.documents)

@@ -1,0 +1,174 @@
+"""`memkv eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from memkv.cli.log import log_warnings_to_stderr
+from memkv.cli.output import Output, output_options, table
+from memkv.cli.progress import steps
+from memkv.cli.target import Target, embedded_options
+
+if TYPE_CHECKING:
+    from memkv.eval.study import Row, Study
+
+_POLICIES = ("map", "head:1", "select:0.1", "select:0.2")
+
+
+@click.group(name="eval")
+def evaluate() -> None:
+    """What reuse costs: answers with and without it, compared token by token."""
+
+
+@evaluate.command()
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Tasks as JSON lines; without, made-up ones.",
+)
+@click.option(
+    "--generate", type=click.IntRange(1, 900), default=100, show_default=True, help="Made-up tasks."
+)
+@click.option("--questions", type=click.IntRange(1), help="At most so many, the first.  [default: all]")
+@click.option("--policy", "policies", multiple=True, metavar="NAME", help="What to measure; may be repeated.")
+@click.option("--length", type=click.IntRange(16), default=4096, show_default=True, help="Retrieved tokens.")
+@click.option("--chunk-tokens", type=click.IntRange(16), default=256, show_default=True, help="Of one chunk.")
+@click.option("--order", type=click.Choice(["retrieved", "shuffled"]), default="retrieved", show_default=True)
+@click.option("--examples", type=click.IntRange(0, 2), default=0, show_default=True, help="Worked examples.")
+@click.option("--timed", type=click.IntRange(0), default=3, show_default=True, help="Prompts timed, by kind.")
+@click.option("--answers", type=click.IntRange(0), default=0, show_default=True, help="Tokens of an answer.")
+@click.option("--group", type=click.IntRange(1), default=1, show_default=True, help="Prompts in a batch.")
+@click.option("--times-only", is_flag=True, help="Measure times to the first token and no quality.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the result as JSON.")
+@click.option("--gate", is_flag=True, help="Let `auto` go by the result, in the store of --data-dir.")
+@embedded_options
+@output_options
+def run(target: Target, out: Output, **options: Any) -> None:
+    """Measure policies against a full prefill of the same prompts.
+
+    Each task's contexts stand among distractors, as retrieved chunks do. Reported are the KL divergence and
+    the added negative log-likelihood of the gold answer, with 95 % intervals, and times to the first token.
+    """
+    log_warnings_to_stderr()
+    with steps(out) as tell:
+        tell("loading the models")
+        from memkv.eval.generator import generate_tasks
+        from memkv.eval.prompts import Form
+        from memkv.eval.run import Plan, run_evaluation
+        from memkv.eval.subjects import parse_subject
+        from memkv.eval.tasks import describe, read_tasks
+
+        data, seed = options["data"], options["seed"]
+        tasks = read_tasks(data) if data else generate_tasks(options["generate"], seed)
+        plan = Plan(
+            subjects=tuple(parse_subject(name) for name in options["policies"] or _POLICIES),
+            form=Form(
+                length=options["length"],
+                chunk_tokens=options["chunk_tokens"],
+                order=options["order"],
+                examples=options["examples"],
+                seed=seed,
+            ),
+            timed=options["timed"],
+            answer_tokens=options["answers"],
+            group=options["group"],
+            scored=not options["times_only"],
+        )
+        asked = tasks[: options["questions"]]
+        what = describe(data) if data else f"{len(tasks)} generated tasks, seed {seed}"
+        study = run_evaluation(target.config(), asked, what, plan, tell)
+    if options["output"]:
+        _write(options["output"], study)
+    if options["gate"]:
+        _keep(target, study)
+    if out.is_json:
+        out.json(study)
+    else:
+        click.echo(_text(study))
+
+
+@evaluate.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf.")
+@output_options
+def compare(files: tuple[Path, ...], plot: Path | None, out: Output) -> None:
+    """Show kept results side by side, cheapest policy first."""
+    from memkv.eval.study import read_study
+
+    studies = [read_study(path) for path in files]
+    if plot:
+        from memkv.eval.frontier import draw
+
+        draw(studies, plot)
+    if out.is_json:
+        out.json(studies)
+    else:
+        click.echo("\n\n".join(_text(study) for study in studies))
+
+
+@evaluate.command()
+@click.argument("result", type=click.Path(path_type=Path))
+@embedded_options
+@output_options
+def gate(result: Path, target: Target, out: Output) -> None:
+    """Let `auto` go by a kept result, for the model that it was made with."""
+    from memkv.eval.study import read_study
+
+    study = read_study(result)
+    passed = _keep(target, study)
+    if out.is_json:
+        out.json({"model_digest": study.model_digest, "rows": len(study.rows), "auto": passed})
+    else:
+        click.echo(f"kept {len(study.rows)} rows for {study.model}; auto means {passed}")
+
+
+def _keep(target: Target, study: Study) -> str:
+    """Writes the result to the store, and says what `auto` means from now on."""
+    from memkv.memory.gate import cheapest_that_passed
+    from memkv.store.store import Store
+
+    config = target.config()
+    with Store.open(
+        Path(config.store.data_dir), config.store.database_url or None, busy_seconds=config.store.busy_seconds
+    ) as store:
+        store.catalog.put_gates(study.model_digest, study.data, study.gate_rows())
+        return cheapest_that_passed(store.catalog.gates(study.model_digest), config.query).policy.name
+
+
+def _write(path: Path, study: Study) -> None:
+    import msgspec
+
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n")
+
+
+def _text(study: Study) -> str:
+    rows = sorted(study.rows, key=lambda row: (row.kind, row.fresh))
+    head = ("tasks", "policy", "n", "fresh", "KL", "added NLL", "95 %", "right", "first token ms", "sooner")
+    return "\n".join(
+        (
+            table(head, [_cells(row) for row in rows]),
+            f"{study.model}, {study.dtype}, KV {study.kv_dtype}, on {study.device}; {study.data}; "
+            f"about {study.chunk_tokens_mean:.0f} retrieved tokens, {study.prefix_tokens} of prefix",
+        )
+    )
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    measured = row.questions > 0
+    return (
+        row.kind,
+        row.policy,
+        row.questions,
+        f"{100 * row.fresh:.1f} %" if measured else "",
+        f"{row.kl:.3f}" if measured else "",
+        f"{row.dnll:+.3f}" if measured else "",
+        f"{row.dnll_low:+.3f} to {row.dnll_high:+.3f}" if measured else "",
+        f"{100 * row.accuracy:.0f} of {100 * row.accuracy_full:.0f} %" if measured and row.checkable else "",
+        "" if row.ttft_ms is None else f"{row.ttft_ms:.0f}",
+        "" if row.ttft_speedup is None else f"{row.ttft_speedup:.1f} x",
+    )

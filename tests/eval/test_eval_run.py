@@ -1,0 +1,160 @@
+"""Evaluations of a tiny random model: what is exact costs nothing, and every number has its meaning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from memkv.cli.root import main
+from memkv.config import Config, load_config
+from memkv.errors import BadRequestError
+from memkv.eval.generator import generate_tasks
+from memkv.eval.prompts import Form
+from memkv.eval.run import Plan, run_evaluation
+from memkv.eval.study import Row, Study, read_study
+from memkv.eval.subjects import parse_subject
+from memkv.eval.tasks import Task
+
+POLICIES = ("exact", "map", "head:1", "select:0.3", "mass:0.5", "cacheblend:1.0", "cacheblend:0.2", "alone")
+
+
+@pytest.fixture(scope="module")
+def config(
+    tmp_path_factory: pytest.TempPathFactory, minilm: Path, tiny_model_dir: Callable[[str], Path]
+) -> Config:
+    return load_config(
+        {
+            "store.data_dir": str(tmp_path_factory.mktemp("store")),
+            "model.model": str(tiny_model_dir("llama")),
+            "model.embedder": str(minilm),
+            "engine.pool_bytes": "64M",
+            "engine.threads": 1,
+            "kv.dtype": "float32",
+        },
+        env={},
+    )
+
+
+def plan(*names: str, **changes: object) -> Plan:
+    form = Form(length=700, chunk_tokens=128, gold_tokens=8)
+    made = Plan(tuple(map(parse_subject, names)), form, timed=1, group=2)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def study(config: Config) -> Study:
+    tasks = generate_tasks(4, kinds=("needle_among", "multi_hop"))
+    return run_evaluation(config, tasks, "made up", plan(*POLICIES, answer_tokens=3))
+
+
+def rows(study: Study, policy: str) -> list[Row]:
+    return [row for row in study.rows if row.policy == policy]
+
+
+def test_every_policy_has_a_row_for_every_kind(study: Study) -> None:
+    assert {row.kind for row in study.rows} == {"needle_among", "multi_hop"}
+    for policy in ("full", *POLICIES):
+        assert [row.questions for row in rows(study, policy)] == [2, 2]
+
+
+@pytest.mark.parametrize("policy", ["full", "exact", "cacheblend:1.0"])
+def test_what_computes_everything_costs_nothing(study: Study, policy: str) -> None:
+    for row in rows(study, policy):
+        assert row.kl == pytest.approx(0.0, abs=1e-5)
+        assert row.dnll == pytest.approx(0.0, abs=1e-4)
+        assert row.agreement == 1.0
+
+
+def test_what_computes_less_costs_something(study: Study) -> None:
+    for policy in ("map", "head:1", "select:0.3", "alone"):
+        assert all(row.kl > 1e-5 for row in rows(study, policy)), policy
+
+
+def test_fresh_shares_are_those_of_the_policies(study: Study) -> None:
+    for row in rows(study, "map"):
+        assert row.fresh == 0.0
+    for row in rows(study, "select:0.3"):
+        assert 0.2 < row.fresh < 0.35
+    for row in rows(study, "full"):
+        assert row.fresh == 1.0
+        assert row.mapped_bytes == 0.0
+    assert all(row.fresh < 1.0 for row in rows(study, "exact"))
+
+
+def test_times_are_of_memkvs_own_policies(study: Study) -> None:
+    assert all(row.ttft_ms and row.ttft_speedup for row in rows(study, "map"))
+    assert all(row.ttft_speedup == 1.0 for row in rows(study, "full"))
+    assert all(row.ttft_ms is None for row in rows(study, "cacheblend:0.2"))
+    assert all(row.f1 is not None for row in rows(study, "map"))
+
+
+def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None:
+    import msgspec
+
+    path = tmp_path / "study.json"
+    path.write_bytes(msgspec.json.encode(study))
+    assert read_study(path) == study
+    for text in ("{}", "", "[1]", '{"model": 3}'):
+        path.write_text(text)
+        with pytest.raises(BadRequestError, match="no result of an evaluation"):
+            read_study(path)
+
+
+def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
+    gates = study.gate_rows()
+    assert {row.policy for row in gates} == set(POLICIES)
+    assert all(row.questions == 2 for row in gates)
+
+
+def test_a_task_that_exceeds_the_context_is_left_out_and_said(config: Config) -> None:
+    told: list[str] = []
+    small = generate_tasks(1, kinds=("needle",))
+    text = " ".join(f"Sentence {number}." for number in range(3000))
+    large = Task("giant", "needle", "What?", ("x",), (text,), "It is")
+    found = run_evaluation(config, [*small, large], "x", plan("map", timed=0), told.append)
+    assert rows(found, "map")[0].questions == 1
+    assert any("giant" in words and "context" in words for words in told)
+    with pytest.raises(BadRequestError, match="giant"):
+        run_evaluation(config, [large], "x", plan("map", timed=0))
+
+
+def test_nothing_to_measure_is_refused(config: Config) -> None:
+    tasks = generate_tasks(1)
+    with pytest.raises(BadRequestError, match="no policy"):
+        run_evaluation(config, tasks, "x", plan())
+    with pytest.raises(BadRequestError, match="no task"):
+        run_evaluation(config, tasks, "x", plan("map", kinds=("riddles",)))
+
+
+@pytest.mark.parametrize("name", ["zz", "select:2", "cacheblend:0", "cacheblend:x", "temperature:-1", ""])
+def test_names_that_are_no_policy_are_refused(name: str) -> None:
+    with pytest.raises(BadRequestError):
+        parse_subject(name)
+
+
+def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) -> None:
+    kept, data = tmp_path / "study.json", tmp_path / "data"
+    common = ["--data-dir", str(data), "--model", config.model.model, "--embedder", config.model.embedder]
+    runner = CliRunner()
+    ran = runner.invoke(
+        main,
+        [
+            *("eval", "run", *common, "--generate", "2", "--policy", "map", "--length", "400"),
+            *("--timed", "0", "--output", str(kept), "--gate", "--format", "json"),
+        ],
+    )
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["rows"]
+    shown = runner.invoke(main, ["eval", "compare", str(kept), str(kept)])
+    assert shown.exit_code == 0
+    assert shown.output.count("needle_among") >= 2
+    gated = runner.invoke(main, ["eval", "gate", str(kept), *common, "--format", "json"])
+    assert json.loads(gated.stdout)["auto"] == "exact"  # two questions prove nothing
+    refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
+    assert refused.exit_code == 2
+    assert "no file" in refused.output
