@@ -112,7 +112,10 @@ class PrivateCopies:
             the moves of the chunks to `position` and behind, and the first block behind them all.
         """
         start, size = len(prefix_ids), self._layout.block_size
-        parts, source, target, distance = [], [], [], []
+        parts: list[Part[None]] = []
+        source: list[int] = []
+        target: list[int] = []
+        distance: list[int] = []
         for chunk in chunks:
             ids = [*prefix_ids, *chunk.token_ids]
             table = self._table(first_block, len(ids))
@@ -140,7 +143,7 @@ class PrivateCopies:
             if layer.rotation is not None:
                 angle = moves.distance[:, None, None] * layer.rotation.inv_freq.to(keys.device)
                 keys = rotate(keys, angle.cos().float(), angle.sin().float(), layer.rotation.interleaved)
-            pieces = (keys / temperature).unflatten(-1, (-1, self._layout.x)).to(k_cache.dtype)
+            pieces = (keys / temperature).view(*keys.shape[:2], -1, self._layout.x).to(k_cache.dtype)
             k_cache[to_block, :, :, to_offset, :] = pieces
             v_cache[to_block, :, :, to_offset] = v_cache[from_block, :, :, from_offset]
 
