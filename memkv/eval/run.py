@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -85,7 +85,8 @@ def run_evaluation(
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
     prompts = list(_that_fit(maker, asked, tell))
     started = time.perf_counter()
-    with Engine(model, kv_dtype=config.kv.dtype, config=config.engine) as engine:
+    alone = replace(config.engine, continuation_share=0.0)  # no answer leaves anything to the next one
+    with Engine(model, kv_dtype=config.kv.dtype, config=alone) as engine:
         layout = engine.layout(config.kv.block_size)
         run = _Run(
             EngineSubjects(engine, maker.prefix, config.kv.block_size),

@@ -43,13 +43,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float
     accuracy_full: float
     agreement: float
-    nll_full: float
     kl: float
     dnll: float
     dnll_low: float
     dnll_high: float
     mapped_bytes: float
     private_bytes: float
+    nll_full: float | None = None
     f1: float | None = None
     f1_full: float | None = None
     ttft_ms: float | None = None

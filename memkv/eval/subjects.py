@@ -11,7 +11,7 @@ from memkv.engine.engine import Engine
 from memkv.engine.generation import Generation, GenerationResult
 from memkv.engine.request import GenerateRequest, Reuse
 from memkv.engine.residency import ChunkRef
-from memkv.engine.reuse import BlockMass, Exact, LookRequest, MappedChunk, ReusePolicy, parse_policy
+from memkv.engine.reuse import BlockMass, Exact, LookRequest, MappedChunk, ReusePolicy, Select, parse_policy
 from memkv.engine.sampler import Sampling
 from memkv.errors import BadRequestError
 from memkv.eval.peers import Peer
@@ -42,7 +42,7 @@ class Subject:
 
 
 def parse_subject(text: str) -> Subject:
-    """A policy's name, `full`, or a peer: `cacheblend:r`, `alone`, `temperature:t`.
+    """A policy's name, `full`, `select+heads:r`, or a peer: `cacheblend:r`, `alone`, `temperature:t`.
 
     Raises `BadRequestError`.
     """
@@ -53,6 +53,8 @@ def parse_subject(text: str) -> Subject:
         return Subject(text, peer=Peer(behind_prefix=False))
     if name == "cacheblend":
         return Subject(text, peer=Peer(share=_fraction(text, parameter or "0.15")))
+    if name == "select+heads":
+        return Subject(text, Select(_fraction(text, parameter or "0.15"), heads=True))
     if name == "temperature":
         return Subject(text, peer=Peer(temperature=_fraction(text, parameter or "0.9")))
     return Subject(text, parse_policy(text))

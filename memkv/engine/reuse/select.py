@@ -1,9 +1,12 @@
-"""`select:r`: head blocks, and the blocks that the question looks at.
+"""`select:r`: the blocks that the question looks at.
 
-Of every chunk whose context differs the first block is computed afresh, and, up to the fraction r of the
-blocks of those chunks in all, the blocks that receive most of the tail's attention with every chunk mapped.
-The attention is a plain sum, over the looking tokens, all heads and the last third of the layers: a block
-that is not full counts for what its tokens got, and layers and heads count alike.
+Of the chunks whose context differs, the fraction r of their blocks that receive most of the tail's
+attention, with every chunk mapped, is computed afresh. The attention is a plain sum, over the looking tokens,
+all heads and the last third of the layers: a block that is not full counts for what its tokens got, and
+layers and heads count alike.
+
+A chunk's first block is not taken for being first: with chunks of 150 tokens these blocks alone are a tenth
+of all, and on real questions as many blocks chosen by attention lose less.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class Select(ReusePolicy):
     fraction: float = 0.15
     layers: tuple[float, float] = (2 / 3, 1.0)
     rows: int = 0
-    heads: bool = True
+    heads: bool = False
 
     @property
     def name(self) -> str:
@@ -46,7 +49,7 @@ class Select(ReusePolicy):
             [f"layers {self.layers[0]:.3g}-{self.layers[1]:.3g}"] if self.layers != parsed.layers else []
         )
         options += [f"last {self.rows}"] if self.rows else []
-        options += [] if self.heads else ["no heads"]
+        options += ["heads"] if self.heads else []
         return f"select:{self.fraction:g}" + (f"[{', '.join(options)}]" if options else "")
 
     @property
