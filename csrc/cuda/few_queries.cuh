@@ -86,8 +86,12 @@ struct FewQueries {
   static constexpr int kRows = 8 * kTiles;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
-  static constexpr int kAtOnce = kTiles * kSteps > 16 ? 1 : kTiles * kSteps > 8 ? 4 : 2;  // fragments on their way
-  static constexpr int kBlocksAtOnce = kTiles * kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
+  // Fragments on their way: as many as registers are left for.
+  static constexpr int kAtOnce = kTiles * kSteps > 16 || (kSteps > 8 && kTerms == 3) ? 1
+                                 : kTiles * kSteps > 8                               ? 4
+                                 : kSteps % 4 == 0                                   ? 2
+                                                                                     : 1;
+  static constexpr int kBlocksAtOnce = kTiles == 1 && kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
   static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).with_name("results")
 
 def main() -> None:
     found = json.loads(Path(sys.argv[1]).read_text())
-    found["source_hash"], found["stale_reason"] = kernel_digest(), ""
+    found = {"gpu": found.pop("device"), **found, "source_hash": kernel_digest(), "stale_reason": ""}
     target = RESULTS / f"kernel-{sys.argv[2]}.json"
     target.write_text(json.dumps(_rounded(found), indent=2) + "\n")
     print(target)

@@ -19,7 +19,7 @@ SHAPES = ["1x4096", "1x32768", "1x131072", "8x8192", "32x4096", "64x8192"]
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_kept_figures_are_of_these_sources_or_say_why_not(path: Path) -> None:
     found: dict[str, Any] = json.loads(path.read_text())
-    assert found["device"]
+    assert found["gpu"]
     assert found["versions"]["torch"]
     assert len(found["source_hash"]) == 64
     assert found["source_hash"] == kernel_digest() or found["stale_reason"], (

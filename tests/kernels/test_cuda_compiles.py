@@ -1,7 +1,6 @@
 """The CUDA files compile for the architectures that matter, without a GPU, and no kernel spills a register.
 
-Of the head dims, one file each of the commonest, of the most registers and of an odd number of steps; the
-others are the same templates with fewer.
+Of the head dims, the commonest and that of the most registers; the others are the same templates with fewer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc"
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("80", "90a")
-FILES = ("head_dim_256", "head_dim_128", "head_dim_80", "plan", "move_kv", "launch")
+FILES = ("head_dim_256", "head_dim_128", "plan", "move_kv", "launch")
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xptxas=-v")
 
 
@@ -33,7 +32,7 @@ def test_every_kernel_compiles_and_none_spills(tmp_path: Path) -> None:
         kernels += len(re.findall("Compiling entry function", report))
         assert all(pair == ("0", "0") for pair in spills), f"{name}.cu spills on sm_{arch}:\n{report}"
         assert "warning" not in report, report
-    assert kernels >= 2 * 3 * 10
+    assert kernels >= 2 * 2 * 10
 
 
 def _compile(name: str, arch: str, folder: Path) -> str:
