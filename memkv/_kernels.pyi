@@ -1,6 +1,7 @@
 """The compiled kernels, as `csrc/bindings/module.cpp` lists them.
 
-Addresses are integers; dtype 0 is float32, 1 bfloat16; strides are in elements.
+Addresses are integers; dtype 0 is float32, 1 bfloat16, 2 float16; strides are in elements; a
+stream is a cudaStream_t. What begins with cuda_ throws where the extension was built without CUDA.
 """
 
 class PagedCache: ...
@@ -52,3 +53,77 @@ def set_num_threads(count: int) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def runnable_isas() -> list[str]: ...
+
+class Attention: ...
+class Work: ...
+class WorkShape: ...
+
+class LoopShape:
+    tile_rows: int
+    stage_tokens: int
+    warps: int
+    stages: int
+    workers: int
+
+def cuda_built() -> bool: ...
+def cuda_attention(
+    cache: PagedCache,
+    plan: StepPlan,
+    q: HeadRows,
+    out: HeadRows,
+    num_heads: int,
+    turns: int,
+    rotary_dim: int,
+    interleaved: bool,
+    scale: float,
+    softcap: float,
+    window: int,
+    lse: int,
+    block_mass: int,
+) -> Attention: ...
+def cuda_loop_shape(
+    loop: int, cache: PagedCache, tile_rows: int, exact: bool, warps: int, stages: int
+) -> LoopShape: ...
+def cuda_work_shape(
+    tile_rows: int,
+    stage_tokens: int,
+    group: int,
+    num_kv_heads: int,
+    window: int,
+    least_rows: int,
+    most_rows: int,
+    max_ranges: int,
+    least_range: int,
+    fixed_range: int,
+) -> WorkShape: ...
+def cuda_work_bytes(shape: WorkShape, num_seqs: int, max_tiles: int, max_runs: int) -> int: ...
+def cuda_work(
+    memory: int,
+    partials: int,
+    shape: WorkShape,
+    num_seqs: int,
+    max_tiles: int,
+    max_runs: int,
+    grid: int,
+    warps: int,
+    stages: int,
+) -> Work: ...
+def cuda_plan_work(plan: StepPlan, work: Work, stream: int) -> None: ...
+def cuda_turn_rows(
+    segments: int, num_segments: int, inv_freq: int, num_pairs: int, turns: int, stream: int
+) -> None: ...
+def cuda_write_kv(
+    cache: PagedCache, k: HeadRows, v: HeadRows, slots: int, num_tokens: int, stream: int
+) -> None: ...
+def cuda_attend(call: Attention, work: Work, loop: int, exact: bool, overlap: bool, stream: int) -> None: ...
+def cuda_add_block_mass(call: Attention, work: Work, stream: int) -> None: ...
+def cuda_read_memory(data: int, bytes: int, sink: int, stream: int) -> None: ...
+def cuda_copy_blocks(
+    source: int,
+    source_ids: int,
+    target: int,
+    target_ids: int,
+    num_blocks: int,
+    bytes_per_block: int,
+    stream: int,
+) -> None: ...

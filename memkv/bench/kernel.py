@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -374,10 +376,9 @@ class _Bench:
         self, heads: Heads, batch: int, context: int, sets: Sequence[tuple[Tensor, ...]]
     ) -> dict[str, float]:
         """FlashInfer's paged decode kernels, pages of 16 in random order; nothing where it cannot run."""
-        try:
-            import flashinfer  # noqa: PLC0415  # an optional peer, found only by trying
-        except ImportError:
+        if heads != Heads() or find_spec("flashinfer") is None:  # other heads it would have to compile
             return {}
+        flashinfer: Any = import_module("flashinfer")
         page, pages = 16, batch * context // 16
         layout = {"num_qo_heads": heads.num_heads, "num_kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
         order = torch.randperm(pages, device=self.device, dtype=torch.int32)
@@ -427,25 +428,27 @@ class _Bench:
         """Microseconds of one of the calls."""
         if not self.on_gpu:
             return 1e6 * statistics.median(_wall(calls) for _ in range(self.sizes.replays)) / len(calls)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        gpu: Any = torch.cuda  # its classes are not typed
+        side = gpu.Stream()
+        side.wait_stream(gpu.current_stream())
+        with gpu.stream(side):
             for call in calls:
                 call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        gpu.current_stream().wait_stream(side)
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph):
             for call in calls:
                 call()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.sizes.replays)]
+        events = [[gpu.Event(enable_timing=True) for _ in range(2)] for _ in range(self.sizes.replays)]
         for _ in range(2):
             graph.replay()
         for begin, end in events:
             begin.record()
             graph.replay()
             end.record()
-        torch.cuda.synchronize()
-        return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events) / len(calls)
+        gpu.synchronize()
+        took: float = statistics.median(begin.elapsed_time(end) for begin, end in events)
+        return 1e3 * took / len(calls)
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
@@ -464,7 +467,8 @@ def _wall(calls: Sequence[Callable[[], Any]]) -> float:
 def _versions(on_gpu: bool) -> dict[str, str]:
     found = {"torch": str(torch.__version__)}
     if on_gpu:
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        cudnn: Any = torch.backends.cudnn
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(cudnn.version())}
     for name in ("flashinfer-python",):
         try:
             found[name] = version(name)
