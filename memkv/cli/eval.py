@@ -78,10 +78,10 @@ def run(target: Target, out: Output, **options: Any) -> None:
             answer_tokens=options["answers"],
             group=options["group"],
             scored=not options["times_only"],
+            questions=options["questions"] or 0,
         )
-        asked = tasks[: options["questions"]]
         what = describe(data) if data else f"{len(tasks)} generated tasks, seed {seed}"
-        study = run_evaluation(target.config(), asked, what, plan, tell)
+        study = run_evaluation(target.config(), tasks, what, plan, tell)
     if options["output"]:
         _write(options["output"], study)
     if options["gate"]:

@@ -46,6 +46,7 @@ class Plan:
         group: prompts in one batch.
         scored: whether quality is measured; without, only times are.
         kinds: of tasks that are asked; empty: all.
+        questions: at most so many are asked, the first ones; 0: all.
     """
 
     subjects: tuple[Subject, ...]
@@ -55,6 +56,7 @@ class Plan:
     group: int = 1
     scored: bool = True
     kinds: tuple[str, ...] = ()
+    questions: int = 0
 
 
 def run_evaluation(
@@ -83,7 +85,7 @@ def run_evaluation(
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
-    prompts = list(_that_fit(maker, asked, tell))
+    prompts = list(_that_fit(maker, asked[: plan.questions or None], tell))
     started = time.perf_counter()
     alone = replace(config.engine, continuation_share=0.0)  # no answer leaves anything to the next one
     with Engine(model, kv_dtype=config.kv.dtype, config=alone) as engine:
