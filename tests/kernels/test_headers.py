@@ -27,7 +27,7 @@ def test_the_algebra_of_the_headers(tmp_path: Path) -> None:
 def test_the_essay_names_files_that_exist() -> None:
     csrc = ROOT / "csrc"
     text = (csrc / "README.md").read_text()
-    names = set(re.findall(r"[\w/]+\.(?:h|cpp|py)\b", text))
+    names = set(re.findall(r"[\w/]+\.(?:h|cpp|cuh|cu|py)\b", text))
     assert len(names) > 10
     folders = (csrc, csrc / "include/memkv", ROOT)
     missing = {name for name in names if not any((folder / name).is_file() for folder in folders)}
