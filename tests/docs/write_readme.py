@@ -16,11 +16,13 @@ import click
 from memkv.cli import main
 from memkv.cli.settings import MEANING, variable_of
 from memkv.config import Config
+from memkv.eval.study import read_study
 from memkv.store import block_file
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 MEASURED = ROOT / "tests" / "bench" / "results" / "compare-smollm2.json"
+QUALITY = ROOT / "tests" / "bench" / "results" / "quality" / "smollm2-mtrag.json"
 
 _PART = re.compile(r"(<!-- made by tests/docs/write_readme\.py: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WAYS = {
@@ -28,6 +30,21 @@ _WAYS = {
     "exact": "prefix and first chunk mapped; the same answer as `off`",
     "head": "all chunks mapped, the first block of each later one computed",
     "map": "all chunks mapped",
+}
+_SHOWN = {  # of the kept evaluation; "" where the policy's own name says it
+    "full": "full prefill",
+    "exact": "",
+    "map": "",
+    "alone": "`map`, chunks prefilled without a prefix",
+    "head:1": "`head:1` (EPIC, 16 tokens)",
+    "head:2": "`head:2` (EPIC, 32 tokens)",
+    "select:0.1": "",
+    "select:0.15": "",
+    "select:0.2": "",
+    "select:0.3": "",
+    "mass:0.95": "",
+    "cacheblend:0.15": "CacheBlend, 15 % of tokens",
+    "cacheblend:0.3": "CacheBlend, 30 % of tokens",
 }
 
 
@@ -77,6 +94,30 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+def quality() -> str:
+    """The kept evaluation on real questions, cheapest first."""
+    study = read_study(QUALITY)
+    lines = [
+        f"MTRAG questions among {study.chunk_tokens_mean:.0f} retrieved tokens in chunks of up to "
+        f"{study.form['chunk_tokens']}; {study.dtype}, KV in {study.kv_dtype}; {study.device}. Added is what "
+        "the policy adds to the gold answer's negative log-likelihood, in nats a token, with its 95 % "
+        "interval. Rows with different numbers of questions are not about the same ones.",
+        "",
+        "| policy | questions | computed | KL | added | | first token | sooner |",
+        "| --- | --: | --: | --: | --: | --- | --: | --: |",
+    ]
+    for row in study.rows:
+        if row.policy in _SHOWN:
+            name = _SHOWN[row.policy] or f"`{row.policy}`"
+            interval = f"{row.dnll_low:+.2f} to {row.dnll_high:+.2f}"
+            times = f"{row.ttft_ms:.0f} ms | {row.ttft_speedup:.1f} x" if row.ttft_ms else " | "
+            lines.append(
+                f"| {name} | {row.questions} | {100 * row.fresh:.0f} % | {row.kl:.2f} | {row.dnll:+.2f} | "
+                f"{interval} | {times} |"
+            )
+    return "\n".join([*lines, ""])
+
+
 def configuration() -> str:
     """Every key, its default and its variable."""
     rows = [
@@ -100,6 +141,7 @@ def block_format() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
+    "quality": quality,
     "configuration": configuration,
     "commands": commands,
     "block-file": block_format,
