@@ -23,7 +23,7 @@ inline constexpr int kMassStages = 32;
 
 template <typename T, int kHeadDim>
 struct BlockMass {
-  static constexpr int kChunks = (kHeadDim + 31) / 32;     // of 32 dimensions
+  static constexpr int kChunks = (kHeadDim + 31) / 32;       // of 32 dimensions
   static constexpr int kQueryBytes = kChunks * 2 * 32 * 16;  // of 8 rows, two terms
   static constexpr int kMaxGroup = 64;
 
@@ -165,9 +165,10 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
 #pragma unroll
                 for (int j = 0; j < kChunks; ++j) {
                   const int piece = 4 * j + q;
-                  k[i][j] = used && piece * 8 < kHeadDim
-                                ? __ldg(reinterpret_cast<const uint4*>(from + piece * block_size * 16))
-                                : uint4{};
+                  k[i][j] =
+                      used && piece * 8 < kHeadDim
+                          ? __ldg(reinterpret_cast<const uint4*>(from + piece * block_size * 16))
+                          : uint4{};
                 }
               }
               // Rows are all of use, and see all 16 tokens: the usual case needs no masks.
@@ -247,7 +248,8 @@ __global__ void __launch_bounds__(kMassWarps * 32, 1)
                       segment.first_entry + (in_segment + s) * blocks_of_stage;
           if (blocks_of_stage == 2) {
             to[0] = sums[2 * i];
-            if (((in_segment + s) * 2 + 1) * block_size < segment.num_tokens) to[1] = sums[2 * i + 1];
+            if (((in_segment + s) * 2 + 1) * block_size < segment.num_tokens)
+              to[1] = sums[2 * i + 1];
           } else {
             to[0] = sums[2 * i] + sums[2 * i + 1];
           }

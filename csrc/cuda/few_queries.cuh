@@ -6,8 +6,8 @@
 // Grid: as many blocks as the device holds, one range of the flat work each (work_split.h). The
 // stages of a range's part of a unit are dealt to the block's warps in runs, so that a warp turns
 // its query once for a run. Each warp has a ring of some stages of its own in shared memory, which
-// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear memory, one
-// instruction. No barrier between warps until the part is done.
+// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear memory,
+// one instruction. No barrier between warps until the part is done.
 //
 //     ring of a warp     | K i | V i | K i+1 | V i+1 | K i+2 | V i+2 |      K i+3 is asked for when
 //                          ^ S^T, then weights, then ^ O^T                  K i has been read
@@ -34,8 +34,7 @@ class StageCursor {
  public:
   int run;  // in the tile, as the segment in the sequence
 
-  __device__ __forceinline__ StageCursor(
-      const Work& work, int first_run, int num_runs, int stage)
+  __device__ __forceinline__ StageCursor(const Work& work, int first_run, int num_runs, int stage)
       : run(0), work_(work), first_run_(first_run), at_{}, end_(0) {
     const int lane = threadIdx.x % 32;
     for (int base = 0; base < num_runs; base += 31) {  // a lane's run ends where the next begins
@@ -88,11 +87,12 @@ struct FewQueries {
   static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
   // Fragments on their way: as many as registers are left for.
   static constexpr int kAtOnce = kTiles * kSteps > 16 || (kSteps > 8 && kTerms == 3) ? 1
-                                 : kTiles * kSteps > 8                               ? 4
+                                 : kTiles* kSteps > 8                                ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
-  static constexpr int kBlocksAtOnce = kTiles == 1 && kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
-  static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
+  static constexpr int kBlocksAtOnce =
+      kTiles == 1 && kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
+  static constexpr int kRowFloats = kHeadDim + 8;         // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
   static_assert(kHeadDim % 16 == 0);
@@ -124,8 +124,8 @@ struct StageBlocks {
 // The blocks of a warp's stages, read 32 stages at a time: one for each lane.
 class BlockList {
  public:
-  __device__ __forceinline__ BlockList(
-      const Attention& call, const Work& work, int first_run, int end, int blocks_of_stage)
+  __device__ __forceinline__
+  BlockList(const Attention& call, const Work& work, int first_run, int end, int blocks_of_stage)
       : call_(call),
         work_(work),
         first_run_(first_run),
@@ -172,11 +172,8 @@ class BlockList {
 // One warp's stages in flight.
 class StageRing {
  public:
-  __device__ __forceinline__ StageRing(const PagedCache& cache,
-                                       uint32_t data,
-                                       uint32_t barriers,
-                                       int stages,
-                                       int stage_tokens)
+  __device__ __forceinline__
+  StageRing(const PagedCache& cache, uint32_t data, uint32_t barriers, int stages, int stage_tokens)
       : cache_(cache),
         data_(data),
         barriers_(barriers),
@@ -194,8 +191,8 @@ class StageRing {
     int slot = slot_ + ahead;
     if (slot >= stages_) slot -= stages_;
     const uint32_t to = data_ + (2 * slot + part) * stage_bytes_;
-    const char* base = static_cast<const char*>(part == 0 ? cache_.k : cache_.v) +
-                       int64_t{kv_head} * block_bytes_;
+    const char* base =
+        static_cast<const char*>(part == 0 ? cache_.k : cache_.v) + int64_t{kv_head} * block_bytes_;
     const int64_t stride = (part == 0 ? cache_.k_block_stride : cache_.v_block_stride) * 2;
     const int count = blocks.id[1] >= 0 ? 2 : 1;
 #ifdef MEMKV_BULK_COPY
@@ -307,12 +304,12 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   fence_for_copies();
   __syncwarp();
 #endif
-  StageRing ring(call.cache,
-                 shared_address(shared + at.ring) +
-                     warp * num_stages * 2 * stage_tokens * kHeadDim * 2,
-                 barriers,
-                 num_stages,
-                 stage_tokens);
+  StageRing ring(
+      call.cache,
+      shared_address(shared + at.ring) + warp * num_stages * 2 * stage_tokens * kHeadDim * 2,
+      barriers,
+      num_stages,
+      stage_tokens);
 
   // Where this lane's row of a fragment is in a stage: K rows are tokens, V rows are dimensions.
   const int token_row = lane % 8 + (lane / 8 % 2) * 8, k_piece = lane / 16;
@@ -324,7 +321,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   const uint32_t step_bytes = 2 * block_size * 16;  // of K and of V alike
 
   // Each warp has its own copy of where it is: in shared memory, as registers are short.
-  RangeStart& start = *reinterpret_cast<RangeStart*>(shared + at.starts + warp * sizeof(RangeStart));
+  RangeStart& start =
+      *reinterpret_cast<RangeStart*>(shared + at.starts + warp * sizeof(RangeStart));
   constexpr int kStartInts = sizeof(RangeStart) / 4;
   bool waited = false;
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
@@ -339,7 +337,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       const int taken = min(left, tile.unit_length - start.stage);
       const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
-      // 1. Look up the first stages; then the query rows are on their way while those are asked for.
+      // 1. Look up the first stages. The query rows are on their way while those are asked for.
       constexpr int kTwos = kHeadDim / 2, kMine = 1;
       const auto load_query = [&](int i) {
         const int row = i / kTwos, d = i % kTwos * 2;
@@ -426,8 +424,9 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
                   split<T, kTerms>(high[0].x, high[0].y, b1);
                   query[(t * kSteps + step) * 32 + lane] = {b0[0], b1[0], b0[1], b1[1]};
                   if constexpr (kTerms == 3) {
-                    reinterpret_cast<uint2*>(query + kTiles * kSteps * 32)
-                        [(t * kSteps + step) * 32 + lane] = {b0[2], b1[2]};
+                    reinterpret_cast<uint2*>(query + kTiles * kSteps *
+                                                         32)[(t * kSteps + step) * 32 + lane] = {
+                        b0[2], b1[2]};
                   }
                 });
           }
@@ -488,8 +487,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           }
 
           // Weights. The maximum of a row rises seldom: only then do lanes tell each other.
-          const bool edge =
-              first_token < view.every_begin || first_token + 16 > view.every_end;
+          const bool edge = first_token < view.every_begin || first_token + 16 > view.every_end;
           uint32_t weight[kTiles][kWeightTerms][2];
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {

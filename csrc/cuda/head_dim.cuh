@@ -39,8 +39,8 @@ int workers(Kernel kernel, int threads, int shared_bytes) {
 template <typename T, int kHeadDim, int kTiles, int kTerms>
 struct FewLaunch {
   static int bytes(int warps, int stages, int stage_tokens) {
-    return typename FewQueries<T, kHeadDim, kTiles, kTerms>::Layout(warps, stages, stage_tokens)
-        .bytes;
+    return
+        typename FewQueries<T, kHeadDim, kTiles, kTerms>::Layout(warps, stages, stage_tokens).bytes;
   }
 
   static LoopShape shape(int stage_tokens, int warps, int stages) {
@@ -103,13 +103,12 @@ LoopShape loop_shape_of(
               kManyStages,
               workers(many_kernel<T, kHeadDim>(block_size), kManyWarps * 32, Many::kBytes)};
     default:
-      return {INT32_MAX,
-              stage_tokens,
-              kMassWarps,
-              0,
-              workers(block_mass_kernel<T, kHeadDim>,
-                      kMassWarps * 32,
-                      typename Mass::Layout().bytes)};
+      return {
+          INT32_MAX,
+          stage_tokens,
+          kMassWarps,
+          0,
+          workers(block_mass_kernel<T, kHeadDim>, kMassWarps * 32, typename Mass::Layout().bytes)};
   }
 }
 
@@ -136,30 +135,30 @@ template <int kHeadDim>
 HeadDimKernels kernels_of_head_dim() {
   using B = __nv_bfloat16;
   using H = __half;
-  return {
-      [](Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages) {
-        return cache.dtype == DType::kBFloat16
-                   ? loop_shape_of<B, kHeadDim>(
-                         loop, cache.block_size, tile_rows, exact, warps, stages)
-                   : loop_shape_of<H, kHeadDim>(
-                         loop, cache.block_size, tile_rows, exact, warps, stages);
-      },
-      [](const Attention& call,
-         const Work& work,
-         Loop loop,
-         bool exact,
-         bool overlap,
-         Stream stream) {
-        call.cache.dtype == DType::kBFloat16
-            ? attend_of<B, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream))
-            : attend_of<H, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream));
-      },
-      [](const Attention& call, const Work& work, Stream stream) {
-        const int bytes = typename BlockMass<B, kHeadDim>::Layout().bytes;
-        const auto kernel = call.cache.dtype == DType::kBFloat16 ? block_mass_kernel<B, kHeadDim>
-                                                                 : block_mass_kernel<H, kHeadDim>;
-        kernel<<<work.grid, kMassWarps * 32, bytes, cudaStream_t(stream)>>>(call, work);
-      }};
+  return {[](Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages) {
+            return cache.dtype == DType::kBFloat16
+                       ? loop_shape_of<B, kHeadDim>(
+                             loop, cache.block_size, tile_rows, exact, warps, stages)
+                       : loop_shape_of<H, kHeadDim>(
+                             loop, cache.block_size, tile_rows, exact, warps, stages);
+          },
+          [](const Attention& call,
+             const Work& work,
+             Loop loop,
+             bool exact,
+             bool overlap,
+             Stream stream) {
+            call.cache.dtype == DType::kBFloat16
+                ? attend_of<B, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream))
+                : attend_of<H, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream));
+          },
+          [](const Attention& call, const Work& work, Stream stream) {
+            const int bytes = typename BlockMass<B, kHeadDim>::Layout().bytes;
+            const auto kernel = call.cache.dtype == DType::kBFloat16
+                                    ? block_mass_kernel<B, kHeadDim>
+                                    : block_mass_kernel<H, kHeadDim>;
+            kernel<<<work.grid, kMassWarps * 32, bytes, cudaStream_t(stream)>>>(call, work);
+          }};
 }
 
 }  // namespace memkv::cuda

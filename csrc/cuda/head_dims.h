@@ -8,12 +8,8 @@ namespace memkv::cuda {
 struct HeadDimKernels {
   LoopShape (*loop_shape)(
       Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages);
-  void (*attend)(const Attention& call,
-                 const Work& work,
-                 Loop loop,
-                 bool exact,
-                 bool overlap,
-                 Stream stream);
+  void (*attend)(
+      const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream);
   void (*add_block_mass)(const Attention& call, const Work& work, Stream stream);
 };
 

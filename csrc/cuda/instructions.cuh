@@ -40,7 +40,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   return y;
 }
 
-// Adds 1; what this block of threads wrote before its barrier is seen by whoever reads a later count.
+// Adds 1. What this block of threads wrote before its barrier is seen by whoever reads a later
+// count.
 __device__ __forceinline__ int32_t arrive_at(int32_t* counter) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
@@ -64,8 +65,10 @@ struct Packed<__nv_bfloat16> {
   static __device__ __forceinline__ float2 unpack(uint32_t x) {
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
   }
-  static __device__ __forceinline__ void multiply_add(
-      float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static __device__ __forceinline__ void multiply_add(float (&c)[4],
+                                                      const uint32_t (&a)[4],
+                                                      uint32_t b0,
+                                                      uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -83,8 +86,10 @@ struct Packed<__half> {
   static __device__ __forceinline__ float2 unpack(uint32_t x) {
     return __half22float2(reinterpret_cast<const __half2&>(x));
   }
-  static __device__ __forceinline__ void multiply_add(
-      float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static __device__ __forceinline__ void multiply_add(float (&c)[4],
+                                                      const uint32_t (&a)[4],
+                                                      uint32_t b0,
+                                                      uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -106,10 +111,9 @@ __device__ __forceinline__ void split(float a, float b, uint32_t (&term)[kTerms]
 
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(from),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+      : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -143,8 +147,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy_bulk(
-    uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+__device__ __forceinline__ void copy_bulk(uint32_t to,
+                                          const void* from,
+                                          uint32_t bytes,
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),

@@ -1,11 +1,10 @@
-#include "launch.h"
-
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "head_dims.h"
+#include "launch.h"
 
 namespace memkv::cuda {
 namespace {

@@ -7,8 +7,8 @@
 // and ranges as in few_queries.cuh, with stages of 64 tokens (32 where head_dim is 256) that all
 // warps share: a ring of three, filled by cp.async, 16 bytes a thread at a time.
 //
-//     K in shared memory   [head_dim / 8][stage tokens][8]    as in a block, but blocks side by side
-//     V in shared memory   [stage tokens / 8][head_dim][8]    8 x 8 core matrices too: no bank twice
+//     K in shared memory  [head_dim / 8][stage tokens][8]   as in a block, but blocks side by side
+//     V in shared memory  [stage tokens / 8][head_dim][8]   8 x 8 core matrices too: no bank twice
 //
 // What a block holds past the segment's end is not copied: zeros take its place. A turned query has
 // more digits than it came with; its first term keeps as many as it had. Where scores are loud
@@ -65,7 +65,8 @@ __device__ __forceinline__ void copy_stage(
     const int token = threadIdx.x % kTokens;
     const int bytes = token < valid ? 16 : 0;
     const char* from = static_cast<const char*>(cache.k) + blocks[token / kBlockSize].k +
-                       kv_head * kSlabBytes + (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
+                       kv_head * kSlabBytes +
+                       (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
 #pragma unroll
     for (int i = 0; i < kPieces; i += kThreads) {
       if (kPieces % kThreads != 0 && i + threadIdx.x >= kPieces) break;
@@ -78,8 +79,8 @@ __device__ __forceinline__ void copy_stage(
     if (kPieces % kThreads != 0 && at >= kPieces) break;
     const int group = at % kGroups, row = at / kGroups, block = row / kHeadDim;
     const int token = block * kBlockSize + group * 8;
-    const char* from = static_cast<const char*>(cache.v) + blocks[block].v +
-                       kv_head * kSlabBytes + (at - block * (kHeadDim * kGroups)) * 16;
+    const char* from = static_cast<const char*>(cache.v) + blocks[block].v + kv_head * kSlabBytes +
+                       (at - block * (kHeadDim * kGroups)) * 16;
     copy_async_16(
         to + Loop::kKeyBytes + token / 8 * Loop::kValueGroupBytes + (row - block * kHeadDim) * 16,
         from,
@@ -107,8 +108,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
 
   // Where this lane's row of a fragment is: of K tokens 0..7 and 8..15 in turn, of V dimensions.
   const uint32_t k_lane = (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * (kTokens * 16);
-  const uint32_t v_lane = Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 +
-                          lane / 8 % 2 * Loop::kValueGroupBytes;
+  const uint32_t v_lane =
+      Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * Loop::kValueGroupBytes;
 
   RangeStart& start =
       *reinterpret_cast<RangeStart*>(shared + Loop::kStartsAt + warp * sizeof(RangeStart));
@@ -138,19 +139,19 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         valid[1] = asked.segment().num_tokens - in_segment * kTokens;
         if (threadIdx.x < kBlocks) {
           const bool used = int(threadIdx.x) * kBlockSize < valid[1];
-          const int64_t id =
-              __ldg(call.plan.block_ids + asked.segment().first_entry + in_segment * kBlocks +
-                    (used ? threadIdx.x : 0));
+          const int64_t id = __ldg(call.plan.block_ids + asked.segment().first_entry +
+                                   in_segment * kBlocks + (used ? threadIdx.x : 0));
           blocks[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] = {
               id * call.cache.k_block_stride * 2, id * call.cache.v_block_stride * 2};
         }
       };
       const auto ask = [&](int stage, int slot, int tokens) {
-        copy_stage<Loop, kHeadDim, kBlockSize>(call.cache,
-                                   blocks + (stage - begin) % kManyLookups * (kTokens / 8),
-                                   tokens,
-                                   start.kv_head,
-                                   ring + slot * Loop::kStageBytes);
+        copy_stage<Loop, kHeadDim, kBlockSize>(
+            call.cache,
+            blocks + (stage - begin) % kManyLookups * (kTokens / 8),
+            tokens,
+            start.kv_head,
+            ring + slot * Loop::kStageBytes);
       };
       static_assert(kManyStages == 3);
       look_up(begin);
@@ -166,9 +167,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       // 2. Where the rows stand.
       for (int row = threadIdx.x; row < kManyRows; row += kManyWarps * 32) {
         positions[row] =
-            call.plan
-                .query_position[place_of(work, tile, start.kv_head, min(row, tile.num_rows - 1))
-                                    .token];
+            call.plan.query_position
+                [place_of(work, tile, start.kv_head, min(row, tile.num_rows - 1)).token];
       }
       __syncthreads();
       const int my_rows = min(16, tile.num_rows - warp * 16);  // may be 0 or less
@@ -222,7 +222,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
               pairs,
               q,
               [&](int i, int d) {
-                return Numbers::unpack(__ldg(reinterpret_cast<const uint32_t*>(q_data + offset[i] + d)));
+                return Numbers::unpack(
+                    __ldg(reinterpret_cast<const uint32_t*>(q_data + offset[i] + d)));
               },
               [&](int step, const float2(&low)[2], const float2(&high)[2]) {
                 uint32_t a[4][2];
@@ -255,8 +256,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
             term[step % 2] = of_query[step * 32 + lane];
 #pragma unroll
             for (int n = 0; n < kTokenTiles; n += 2) {
-              k[step % 2][n / 2] =
-                  load_matrices(keys + step * 2 * (kTokens * 16) + n * 8 * 16);
+              k[step % 2][n / 2] = load_matrices(keys + step * 2 * (kTokens * 16) + n * 8 * 16);
             }
           };
           load(0);
@@ -361,8 +361,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         }
       }
 
-      // 4. The rows, or a partial of them: through shared memory, where the warp's query was, so that
-      // the code is short (it runs once for thousands of stages) and stores are whole lines.
+      // 4. The rows, or a partial of them: through shared memory, where the warp's query was, so
+      // that the code is short (it runs once for thousands of stages) and stores are whole lines.
       const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
       const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
       float* const mine = reinterpret_cast<float*>(query);  // [16, head_dim]
@@ -373,7 +373,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       for (int n = 0; n < 2 * kSteps; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          *reinterpret_cast<float2*>(mine + (g + 8 * i) * kHeadDim + ((8 * n + 2 * q) ^ (g & kMoved) * 8)) =
+          *reinterpret_cast<float2*>(mine + (g + 8 * i) * kHeadDim +
+                                     ((8 * n + 2 * q) ^ (g & kMoved) * 8)) =
               float2{out[n][2 * i], out[n][2 * i + 1]};
         }
       }
@@ -393,7 +394,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         const RowPlace place = place_of(work, tile, start.kv_head, row);
 #pragma unroll 1
         for (int d = 2 * lane; d < kHeadDim; d += 64) {
-          const float2 two = *reinterpret_cast<const float2*>(mine + of * kHeadDim + (d ^ (of & kMoved) * 8));
+          const float2 two =
+              *reinterpret_cast<const float2*>(mine + of * kHeadDim + (d ^ (of & kMoved) * 8));
           if (parts.count == 1) {
             finish_row(call, place, d, sums, two.x, two.y);
           } else {

@@ -26,7 +26,7 @@ __device__ void narrow(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x
 __device__ void narrow(__half* to, float x) { *to = __float2half_rn(x); }
 
 template <typename To, typename From>
-__global__ void __launch_bounds__(kLanes * kWarps)
+__global__ void __launch_bounds__(kLanes* kWarps)
     write_kv_kernel(PagedCache cache, HeadRows k, HeadRows v, const int64_t* slots, int64_t count) {
   wait_for_predecessor();
   const int64_t token = int64_t{blockIdx.x} * kLanes + threadIdx.x % kLanes;
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(256) copy_kernel(const uint4* source,
 }
 
 // Reads all of it once: what memory gives when nothing else is asked of the device.
-__global__ void __launch_bounds__(512) read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
+__global__ void __launch_bounds__(512)
+    read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
   constexpr int kAtOnce = 8;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   uint32_t mixed = 0;

@@ -7,7 +7,8 @@ namespace memkv::cuda {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw std::runtime_error("memkv's kernels were built without CUDA; MEMKV_CUDA=ON builds them with it");
+  throw std::runtime_error(
+      "memkv's kernels were built without CUDA; MEMKV_CUDA=ON builds them with it");
 }
 
 }  // namespace

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work
   }
 }
 
-// turns[segment] = cos, then sin, of (stored_position - position) * inv_freq, in float64 until then.
+// turns[segment] = cos, then sin, of (stored_position - position) * inv_freq; float64 until then.
 __global__ void turn_kernel(const Segment* segments,
                             int64_t num_segments,
                             const double* inv_freq,

@@ -65,8 +65,8 @@ __device__ __forceinline__ const float* turn_of(const Attention& call,
 
 // Elements d and d + 1 of a row, turned; load(d) gives those of the row as it arrived.
 template <typename Load>
-__device__ __forceinline__ float2 turned_two(
-    const Load& load, const float* turn, const RotaryPairs& pairs, int d) {
+__device__ __forceinline__ float2
+turned_two(const Load& load, const float* turn, const RotaryPairs& pairs, int d) {
   float2 a = load(d);
   if (turn == nullptr || d >= pairs.rotary_dim) return a;
   const float* cos = turn;
@@ -214,22 +214,14 @@ struct TileView {
 
 // What is kept of a row beside its output. The output is divided by `sum`, of the weights as they
 // were rounded for the second product; the log-sum-exp is of `exact`, of those that were not.
-struct __align__(16) RowSums {
-  float max, sum, exact, unused;
-};
+struct __align__(16) RowSums { float max, sum, exact, unused; };
 
 // Writes elements d and d + 1 of a finished row, and its log-sum-exp.
-__device__ __forceinline__ void finish_row(const Attention& call,
-                                           const RowPlace& place,
-                                           int d,
-                                           const RowSums& sums,
-                                           float a,
-                                           float b) {
+__device__ __forceinline__ void finish_row(
+    const Attention& call, const RowPlace& place, int d, const RowSums& sums, float a, float b) {
   const SoftmaxState<float> state{sums.max, sums.sum};
-  store_two(call.out,
-            call.out.offset(place.token, place.head) + d,
-            finish(state, a),
-            finish(state, b));
+  store_two(
+      call.out, call.out.offset(place.token, place.head) + d, finish(state, a), finish(state, b));
   if (d == 0 && call.lse != nullptr) {
     call.lse[place.token * call.num_heads + place.head] =
         log_sum_exp(SoftmaxState<float>{sums.max, sums.exact});
@@ -318,20 +310,15 @@ __device__ void arrive_and_merge(const Attention& call,
           const int part = min(base + i, parts.count - 1);
           sums[i] = load_sums(reinterpret_cast<const RowSums*>(
               reinterpret_cast<const float*>(rest.sums + row) + part * step));
-          out[i] = __ldcg(
-              reinterpret_cast<const float2*>(rest.out + row * kHeadDim + d + part * step));
+          out[i] =
+              __ldcg(reinterpret_cast<const float2*>(rest.out + row * kHeadDim + d + part * step));
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           if (base + i < parts.count) merging.add(sums[i], out[i]);
         }
       }
-      finish_row(call,
-                 place_of(work, tile, kv_head, row),
-                 d,
-                 merging.sums(),
-                 merging.a,
-                 merging.b);
+      finish_row(call, place_of(work, tile, kv_head, row), d, merging.sums(), merging.a, merging.b);
     }
   }
   __syncthreads();
@@ -339,7 +326,9 @@ __device__ void arrive_and_merge(const Attention& call,
 
 // Rows that see no key: zeros, and -inf.
 template <int kHeadDim>
-__device__ void finish_blind_tiles(const Attention& call, const Work& work, const WorkHeader& header) {
+__device__ void finish_blind_tiles(const Attention& call,
+                                   const Work& work,
+                                   const WorkHeader& header) {
   if (header.num_blind_tiles == 0) return;
   for (int index = blockIdx.x; index < header.num_tiles; index += gridDim.x) {
     const QueryTile tile = work.tiles[index];

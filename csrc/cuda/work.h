@@ -1,4 +1,4 @@
-// What the planner leaves for the kernels of a step, in device memory; and what each is called with.
+// What the planner leaves for the kernels of a step, in device memory.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace memkv::cuda {
 struct Work {
   WorkShape shape;
   WorkHeader* header;
-  QueryTile* tiles;      // [max_tiles]
-  int32_t* unit_begin;   // [max_tiles + 1], of a tile's first unit, in all units
-  StageRun* runs;        // [max_runs]
-  RangeStart* ranges;    // [max_ranges]
-  int32_t* arrived;      // [max_tiles, num_kv_heads], 0 between calls
-  int32_t* first_tile;   // [num_seqs], of a sequence; for the planner
-  int32_t* first_run;    // [num_seqs]
-  float* partials;       // [2 * max_ranges] of partial_floats()
+  QueryTile* tiles;     // [max_tiles]
+  int32_t* unit_begin;  // [max_tiles + 1], of a tile's first unit, in all units
+  StageRun* runs;       // [max_runs]
+  RangeStart* ranges;   // [max_ranges]
+  int32_t* arrived;     // [max_tiles, num_kv_heads], 0 between calls
+  int32_t* first_tile;  // [num_seqs], of a sequence; for the planner
+  int32_t* first_run;   // [num_seqs]
+  float* partials;      // [2 * max_ranges] of partial_floats()
   int32_t max_tiles;
   uint32_t group_magic;  // x / group is x * group_magic >> 16, for x up to a tile's rows and heads
-  int32_t grid;    // blocks of threads
-  int32_t warps;   // of a block, and stages of a warp's ring: for few queries
+  int32_t grid;          // blocks of threads
+  int32_t warps;         // of a block, and stages of a warp's ring: for few queries
   int32_t stages;
 };
 

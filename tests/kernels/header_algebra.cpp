@@ -131,8 +131,9 @@ void work_split() {
           for (int position = least; position <= most; ++position) {
             const TokenRange sees = visible_tokens(segment, position, shape.window);
             if (sees.empty()) continue;
-            expect(sees.begin >= stages.first * 16 && sees.end <= (stages.first + stages.count) * 16,
-                   "stages: what a row sees");
+            expect(
+                sees.begin >= stages.first * 16 && sees.end <= (stages.first + stages.count) * 16,
+                "stages: what a row sees");
           }
           num_stages += stages.count;
         }
@@ -142,7 +143,8 @@ void work_split() {
     }
     if (length == 0) continue;
     const int32_t step = range_length(shape, length), num_ranges = divide_up(length, step);
-    if (shape.fixed_range == 0) expect(num_ranges <= shape.max_ranges, "ranges: no more than asked");
+    if (shape.fixed_range == 0)
+      expect(num_ranges <= shape.max_ranges, "ranges: no more than asked");
     std::set<int32_t> slots;
     int64_t found = 0, wanted = 0;
     for (const Tile& tile : tiles) {

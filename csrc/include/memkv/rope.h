@@ -29,8 +29,8 @@ MEMKV_HD void rotate_pair(Real& a, Real& b, Real cos, Real sin) {
 
 // Element d of a row whose pairs are turned by the angles of cos and sin.
 template <typename Real>
-MEMKV_HD Real turned_element(
-    const Real* row, const Real* cos, const Real* sin, const RotaryPairs& pairs, int d) {
+MEMKV_HD Real
+turned_element(const Real* row, const Real* cos, const Real* sin, const RotaryPairs& pairs, int d) {
   if (d >= pairs.rotary_dim) return row[d];
   const bool second = pairs.interleaved ? d % 2 != 0 : d >= pairs.count();
   const int pair = pairs.interleaved ? d / 2 : second ? d - pairs.count() : d;

@@ -7,7 +7,7 @@
 //     segments of a sequence   [0 1 2 3][4 5 6 7 8 9][10 11]        stage 0 is not visible
 //     runs of a tile           [  1 2 3][4 5 6 7 8 9][10 11]        stages_before: 0, 3, 9, 11
 //     units, laid end to end   |tile 0, head 0  |tile 0, head 1  |tile 1, head 0 |...
-//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...     range_length each
+//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...  range_length each
 //
 // A worker takes one range, wherever it begins and ends. The work is flat, so the ranges are alike
 // but for the last: no worker waits for another because its sequence is longer. What two ranges
@@ -52,9 +52,7 @@ struct alignas(16) StageRun {
   int32_t position, stored_position;
   int32_t unused[2];
 
-  MEMKV_HD Segment segment() const {
-    return {first_entry, num_tokens, position, stored_position};
-  }
+  MEMKV_HD Segment segment() const { return {first_entry, num_tokens, position, stored_position}; }
 };
 
 struct WorkHeader {
