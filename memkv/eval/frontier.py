@@ -17,9 +17,10 @@ def draw(studies: Sequence[Study], path: Path) -> None:
         BadRequestError: the file's name ends in no form that can be drawn.
     """
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # an optional package, for this alone
+        from matplotlib import rc_context  # noqa: PLC0415  # an optional package, for this alone
+        from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError:
-        raise ConfigError("drawing needs matplotlib", hint="pip install matplotlib") from None
+        raise ConfigError("drawing needs matplotlib", hint="pip install 'memkv[plot]'") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for study in studies:
@@ -46,6 +47,10 @@ def draw(studies: Sequence[Study], path: Path) -> None:
     axes.axhline(0, linewidth=0.5)
     axes.legend(fontsize=8)
     try:
-        figure.savefig(path)
+        with rc_context({"svg.fonttype": "none"}):  # words stay words
+            figure.savefig(path)
     except ValueError as error:
         raise BadRequestError(f"{path.name}: {error}", hint="end it in .png, .svg or .pdf") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise BadRequestError(f"{path}: {reason}", hint="give a file in a directory that exists") from None

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from memkv.cli.root import main
 from memkv.config import Config, load_config
 from memkv.errors import BadRequestError
+from memkv.eval.frontier import draw
 from memkv.eval.generator import generate_tasks
 from memkv.eval.prompts import Form
 from memkv.eval.run import Plan, run_evaluation
@@ -158,3 +159,13 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
     refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "no file" in refused.output
+
+
+def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:
+    drawing = tmp_path / "frontier.svg"
+    draw([study], drawing)
+    assert "select:0.3" in drawing.read_text()
+    with pytest.raises(BadRequestError, match="xyz"):
+        draw([study], tmp_path / "frontier.xyz")
+    with pytest.raises(BadRequestError, match="no such file or directory"):
+        draw([study], tmp_path / "nowhere" / "frontier.svg")
