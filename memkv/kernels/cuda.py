@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -111,12 +111,9 @@ def paged_attention(
     if q.stride(0) % 2 or q.stride(1) % 2 or q.stride(2) != 1 or q.data_ptr() % 4:
         q = q.contiguous()  # elements are read two at a time
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    all_lse = None
-    if lse or block_mass:
-        all_lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
-    mass = None
-    if block_mass:
-        mass = torch.zeros((num_heads, plan.num_entries), dtype=torch.float32, device=device)
+    real = partial(torch.zeros, dtype=torch.float32, device=device)
+    all_lse = real((num_tokens, num_heads)) if lse or block_mass else None
+    mass = real((num_heads, plan.num_entries)) if block_mass else None
     if num_tokens == 0:
         return AttentionResult(out, all_lse if lse else None, mass)
     with torch.cuda.device(device):

@@ -127,54 +127,21 @@ def paged_attention(
             f"scale {scale}, window {window}, softcap {softcap}: not finite or negative"
         )
     if cuda.serves(q, k_cache):
-        return cuda.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            plan,
-            rotation=rotation,
-            scale=scale,
-            window=min(window, _NO_WINDOW),
-            softcap=softcap,
-            lse=lse,
-            block_mass=block_mass,
-        )
-    if q.device.type != "cpu":
-        return reference.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            plan,
-            rotation=rotation,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            lse=lse,
-            block_mass=block_mass,
-        )
-    require_extension()
-    q = _rows(q)
-    num_tokens, num_heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
-    all_lse = torch.empty((num_tokens, num_heads), dtype=torch.float32) if lse else None
-    mass = torch.zeros((num_heads, plan.num_entries), dtype=torch.float32) if block_mass else None
-    turns = None if rotation is None else plan.turns(rotation)
-    _kernels.paged_attention(
-        cache_of(k_cache, v_cache),
-        cuda.step_plan(plan),
-        rows_of(q),
-        rows_of(out),
-        num_heads,
-        0 if turns is None else turns.data_ptr(),
-        0 if rotation is None else rotation.rotary_dim,
-        rotation is not None and rotation.interleaved,
-        scale,
-        softcap,
-        min(window, _NO_WINDOW),
-        0 if all_lse is None else all_lse.data_ptr(),
-        0 if mass is None else mass.data_ptr(),
+        attend = cuda.paged_attention
+    else:
+        attend = _attend_on_cpu if q.device.type == "cpu" else reference.paged_attention
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        plan,
+        rotation=rotation,
+        scale=scale,
+        window=min(window, _NO_WINDOW),
+        softcap=softcap,
+        lse=lse,
+        block_mass=block_mass,
     )
-    return AttentionResult(out, all_lse, mass)
 
 
 def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
@@ -355,6 +322,45 @@ def _check_attention(
     if rotation is not None and rotation.rotary_dim > head_dim:
         raise KernelArgumentError(f"the rotation turns {rotation.rotary_dim} dimensions of {head_dim}")
     plan.validate(num_blocks, block_size)
+
+
+def _attend_on_cpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    rotation: Rotation | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    lse: bool,
+    block_mass: bool,
+) -> AttentionResult:
+    """As `paged_attention`, whose arguments were checked."""
+    require_extension()
+    q = _rows(q)
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    all_lse = torch.empty((num_tokens, num_heads), dtype=torch.float32) if lse else None
+    mass = torch.zeros((num_heads, plan.num_entries), dtype=torch.float32) if block_mass else None
+    turns = None if rotation is None else plan.turns(rotation)
+    _kernels.paged_attention(
+        cache_of(k_cache, v_cache),
+        cuda.step_plan(plan),
+        rows_of(q),
+        rows_of(out),
+        num_heads,
+        0 if turns is None else turns.data_ptr(),
+        0 if rotation is None else rotation.rotary_dim,
+        rotation is not None and rotation.interleaved,
+        scale,
+        softcap,
+        window,
+        0 if all_lse is None else all_lse.data_ptr(),
+        0 if mass is None else mass.data_ptr(),
+    )
+    return AttentionResult(out, all_lse, mass)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from sources import kernel_digest
 
-from memkv.bench.kernel import Heads, Sizes, run_kernel_bench
+from memkv.bench.kernel import run_kernel_bench
+from memkv.bench.kernel_pool import Heads, Sizes
 from memkv.errors import KernelArgumentError
 
 RESULTS = sorted(Path(__file__).with_name("results").glob("kernel-*.json"))
