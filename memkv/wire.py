@@ -316,7 +316,7 @@ class QueryRequest(Request, frozen=True, kw_only=True):
     top_k: TopK | None = None
     filter: Filter | None = None
     min_score: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None
-    policy: Annotated[str, Meta(max_length=64)] | None = None  # auto | exact | map | head | head:N
+    policy: Annotated[str, Meta(max_length=64)] | None = None  # auto, or what Info.policies lists
     reuse: Reuse = "auto"
     generation: Generation = field(default_factory=Generation)
     stream: bool = False

@@ -136,15 +136,9 @@ def paged_attention(
             0 if all_lse is None else all_lse.data_ptr(),
             0 if mass is None else mass.data_ptr(),
         )
-        shape = _Shape(
-            k_cache.shape[1],
-            num_heads // k_cache.shape[1],
-            v_cache.shape[2],
-            v_cache.shape[3],
-            k_cache.dtype,
-            q.dtype != k_cache.dtype,
-            window,
-        )
+        _, kv_heads, head_dim, size = v_cache.shape
+        mixed = q.dtype != k_cache.dtype
+        shape = _Shape(kv_heads, num_heads // kv_heads, head_dim, size, k_cache.dtype, mixed, window)
         works, planned = _works(plan, native_cache, shape, stream)
         for index, work in enumerate(works):
             # The planner, or a kernel beside which another one may run, must not be the one before.

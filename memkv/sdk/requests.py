@@ -340,7 +340,7 @@ def query(
         top_k: chunks to retrieve; the server's default if None.
         filter: on metadata; `{"lang": "en"}` or the tree of the API.
         min_score: chunks below it are left out.
-        policy: auto, exact, map, head or head:N.
+        policy: auto, exact, order, map, head:N, neighbours:N, select:R or mass:P.
         reuse: `strict` refuses to compute what should have been stored; `off` maps nothing.
         max_tokens, temperature, top_p, sample_top_k, seed, stop: of the generation; `sample_top_k` is the
             number of likeliest tokens to draw from, 0 for all.
