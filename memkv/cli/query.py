@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--policy",
     metavar="NAME",
-    help="Which mapped blocks to compute afresh: auto, exact, order, map, head:N, neighbours:N, select:R, mass:P.",
+    help="What to compute afresh: auto, exact, order, map, head:N, neighbours:N, select:R, mass:P.",
 )
 @click.option(
     "--reuse",
