@@ -39,7 +39,7 @@ MEANING = {
     "ingest.prefill": "when chunks are prefilled: eager or on_first_use",
     "ingest.batch_chunks": "chunks prefilled and published together",
     "ingest.max_document_bytes": "largest document",
-    "query.policy": "what is computed afresh: auto, exact, order, map, head:N, neighbours:N, select:R, mass:P",
+    "query.policy": "auto, exact, order, map, head:N, neighbours:N, select:R, mass:P",
     "query.top_k": "chunks retrieved for a question",
     "query.min_score": "least similarity of a retrieved chunk",
     "query.max_tokens": "longest answer",
