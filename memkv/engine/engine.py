@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from memkv.config import EngineConfig
 from memkv.engine.failure import typed_error
@@ -41,6 +41,8 @@ from memkv.model.loader import LoadedModel
 
 _log = logging.getLogger(__name__)
 _KV_DTYPES = ("float32", "bfloat16")  # what the kernels read
+_LOOK_AGAIN_SECONDS = 0.5  # whether the thread that was asked still lives
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,25 +181,37 @@ class Engine:
         """Without waiting for a step."""
         return replace(self._stats, alive=self._thread.is_alive() and not self._closing)
 
+    def run(self, work: Callable[[], Outcome]) -> Outcome:
+        """Does something short in the engine's thread, where torch has its threads, and waits for it.
+
+        Raises what `work` raises, and `EngineClosed`.
+        """
+        done: Future[Outcome] = Future()
+
+        def settle() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:  # noqa: BLE001  # it is the caller's
+                done.set_exception(error)
+
+        self._agenda.post(Work(settle, lambda: ()))
+        while not wait((done,), timeout=_LOOK_AGAIN_SECONDS).done:
+            if not self._thread.is_alive() and not done.done():
+                raise self._closed_error()
+        return done.result()
+
     def check_integrity(self) -> None:
         """Asserts between two steps that every block is accounted for."""
-        done: Future[None] = Future()
 
         def check() -> None:
-            try:
-                for lane in self._lanes.values():
-                    lane.check_integrity()
-            except AssertionError as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            for lane in self._lanes.values():
+                lane.check_integrity()
 
         try:
-            self._agenda.post(Work(check, lambda: ()))
+            self.run(check)
         except EngineClosed:
             self._thread.join()
             check()
-        done.result()
 
     def __enter__(self) -> Self:
         return self

@@ -36,6 +36,7 @@ _log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
 _IDLE_SECONDS = 60.0
+_EMBED_TEXTS = 2  # between two steps of the engine: an answer under way waits for no more
 
 Vectors = dict[str, NDArray[np.float32]]  # by the chunk's text
 
@@ -202,7 +203,13 @@ class Ingestion:
     def _embed(self, run: _Run, group: Sequence[_Work]) -> Vectors:
         self._progress(run, "embedding")
         texts = list(dict.fromkeys(chunk.text for work in group for chunk in work.chunks))
-        return dict(zip(texts, self._parts.embedder.embed(texts), strict=True)) if texts else {}
+        vectors: Vectors = {}
+        for first in range(0, len(texts), _EMBED_TEXTS):
+            self._stop_if_asked()
+            batch = texts[first : first + _EMBED_TEXTS]
+            found = self._parts.engine.run(partial(self._parts.embedder.embed, batch))
+            vectors.update(zip(batch, found, strict=True))
+        return vectors
 
     def _prefill(self, run: _Run, group: Sequence[_Work]) -> None:
         """Makes KV for the keys that have none, and publishes it batch by batch."""

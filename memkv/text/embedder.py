@@ -85,12 +85,16 @@ class Embedder:
         return cls(model, path.name, digest)
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """Vectors of documents' texts, in their order; a text has the same vector in any company."""
+        """Vectors of documents' texts, in their order; a text has the same vector in any company.
+
+        Computes on as many threads as torch has in the calling thread.
+        """
         return self._embed([self._prompts.get("document", "") + text for text in texts])
 
     def embed_query(self, question: str) -> Vectors:
         """The vector [dim] of a question; models that tell questions from documents are told."""
-        row: Vectors = self._embed([self._prompts.get("query", "") + question])[0]
+        with _one_thread():
+            row: Vectors = self._embed([self._prompts.get("query", "") + question])[0]
         return row
 
     def _embed(self, texts: list[str]) -> Vectors:
@@ -124,7 +128,7 @@ class Embedder:
         features = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         if "token_type_ids" in self._model.tokenizer.model_input_names:
             features["token_type_ids"] = types.to(device)
-        with torch.inference_mode(), _one_thread():
+        with torch.inference_mode():
             vectors = self._model(features)["sentence_embedding"]
         unit = torch.nn.functional.normalize(vectors.double(), dim=1)
         found: NDArray[np.float64] = unit.cpu().numpy()

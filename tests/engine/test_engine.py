@@ -548,3 +548,44 @@ def test_calls_from_many_threads(engine: Engine, prompts: RandomPrompts) -> None
     for thread in threads:
         thread.join(30)
     assert errors == []
+
+
+def test_work_of_others_is_done_in_the_engines_thread(make_engine: MakeEngine, runner: FakeRunner) -> None:
+    engine = make_engine()
+    assert engine.run(lambda: threading.current_thread().name) == "memkv-engine"
+    with pytest.raises(ZeroDivisionError):
+        engine.run(lambda: 1 // 0)
+    assert engine.run(lambda: 3) == 3
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.run(lambda: 4)
+
+
+def test_work_that_a_closing_engine_leaves_undone_ends_with_an_error(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        go_on.wait(20)
+
+    outcomes: list[object] = []
+
+    def ask(work: Callable[[], object]) -> None:
+        try:
+            outcomes.append(engine.run(work))
+        except EngineClosed as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=ask, args=(work,)) for work in (hold, lambda: 5)]
+    threads[0].start()
+    entered.wait(20)
+    threads[1].start()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    go_on.set()
+    for thread in (*threads, closing):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(outcomes) == 2
+    assert all(outcome in (None, 5) or isinstance(outcome, EngineClosed) for outcome in outcomes)
