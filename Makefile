@@ -42,7 +42,7 @@ bench: install models ## install, then TTFT with and without reuse, bandwidths a
 install: $(VENV)/.installed ## virtual environment, the right torch, dependencies, compiled kernels
 
 .PHONY: models
-models: $(VENV)/.installed ## the default language model and embedder (160 MB, once per machine)
+models: $(VENV)/.installed ## the default language model and embedder (180 MB, once per machine)
 	@$(BIN)/memkv --quiet models install $(MODELS)
 
 # mypy and import-linter see api/ at memkv/api and migrations/ at memkv/migrations, where they are installed.

@@ -80,7 +80,7 @@ def run_kernel_bench(device: str, tell: Tell = lambda words: None, sizes: Sizes 
     if target.type == "cuda" and not (torch.cuda.is_available() and cuda.built()):
         raise KernelArgumentError(
             "no CUDA device is visible, or the kernels were built without CUDA",
-            hint="build them in the checkout with MEMKV_CUDA=ON: make install",
+            hint="in the checkout: pip install --no-build-isolation -C cmake.define.MEMKV_CUDA=ON -e .",
         )
     return _Bench(target, tell, sizes or (GPU_SIZES if target.type == "cuda" else CPU_SIZES)).run()
 

@@ -30,7 +30,10 @@ def serve(
 ) -> None:
     """Run the server: REST under /v1, its description at /docs. SIGTERM lets running requests finish."""
     config = target.config(
-        server__host=host, server__port=port, server__insecure=insecure, log__level=log_level
+        server__host=host,
+        server__port=port,
+        server__insecure=insecure,
+        log__level=log_level or ("warning" if quiet else None),
     )
     out = Output(quiet=quiet)
     # By name: the server stands above the command line, and nothing of it is needed for anything else.

@@ -51,8 +51,7 @@ def cheapest_that_passed(gates: Sequence[GateRow], config: QueryConfig) -> Chose
             return ChosenPolicy(parse_policy(cheapest))
         except BadRequestError:  # measured by a memkv that had it, or a peer
             continue
-    return ChosenPolicy(
-        Exact(),
-        f"no policy that was measured for this model keeps within {config.gate_dnll:g} nats a token, "
-        "so auto means exact",
-    )
+    close = f"keeps within {config.gate_dnll:g} nats a token"
+    if any(all(row.dnll_high <= config.gate_dnll for row in rows) for rows in by_policy.values()):
+        close += f" on at least {config.gate_questions} questions of each kind"
+    return ChosenPolicy(Exact(), f"no policy that was measured for this model {close}, so auto means exact")

@@ -43,7 +43,7 @@ from memkv.store.rows import (
     NewDocument,
     PageRequest,
 )
-from memkv.store.schema import SchemaRevision, require_schema
+from memkv.store.schema import SchemaRevision, require_schema, schema_revision
 from memkv.store.search import SearchHit, search_collection
 from memkv.store.space_reserve import RESERVE_BYTES, SpaceReserve
 from memkv.store.vector_index import VectorIndexes
@@ -77,6 +77,8 @@ class Store:
         """`Store.open` calls this under the store's lock; what is acquired goes into `held`."""
         _check_settings(database.settings())
         take_advisory_lock(database, held, patience=database.busy_seconds)
+        if (data_dir / "STORE").exists() and schema_revision(database).current is None:
+            raise _another_database()  # before anything is written to it
         schema = require_schema(database, upgrade=upgrade)
         self.data_dir = data_dir
         self.database = database
@@ -319,16 +321,20 @@ def _warnings(settings: dict[str, object]) -> list[str]:
     return found
 
 
+def _another_database() -> ConfigError:
+    return ConfigError(
+        "this data directory belongs to another database: the one it is opened with is empty",
+        hint="choose another data directory (MEMKV_DATA_DIR) or database (MEMKV_DATABASE_URL), or restore it",
+    )
+
+
 def _pair(data_dir: Path, catalog: Catalog) -> str:
     """The store's id, the same in STORE and in the database. STORE is written after the database knows it."""
     path = data_dir / "STORE"
     named, known = _read_store_file(path), catalog.store_id()
     if known is None:
         if path.exists():
-            raise ConfigError(
-                "this data directory belongs to another database: the one it is opened with is empty",
-                hint="restore the database, or choose another data directory (MEMKV_DATA_DIR)",
-            )
+            raise _another_database()
         known = uuid.uuid4().hex
         catalog.create_store(known)
     if named is not None and named != known:

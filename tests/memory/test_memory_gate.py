@@ -50,8 +50,12 @@ def test_tasks_that_the_model_cannot_do_are_left_out() -> None:
     assert isinstance(cheapest_that_passed(rows[1:], CONFIG).policy, Exact)
 
 
-def test_few_questions_prove_nothing() -> None:
-    assert isinstance(cheapest_that_passed([gate("map", 0.0, questions=99)], CONFIG).policy, Exact)
+def test_few_questions_prove_nothing_and_it_is_said() -> None:
+    chosen = cheapest_that_passed([gate("map", 0.0, questions=99)], CONFIG)
+    assert isinstance(chosen.policy, Exact)
+    assert "100 questions" in chosen.fallback_reason
+    worse = cheapest_that_passed([gate("map", 0.5, questions=9)], CONFIG)
+    assert "questions" not in worse.fallback_reason
 
 
 def test_a_peer_that_passed_is_not_served() -> None:

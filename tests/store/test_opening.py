@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -107,7 +108,11 @@ def test_a_directory_is_opened_only_with_its_own_database(tmp_path: Path) -> Non
         Store.open(first, f"sqlite:///{second}/memkv.db")
     assert "MEMKV_DATABASE_URL" in caught.value.hint
     with pytest.raises(ConfigError, match="another database"):
-        Store.open(first, f"sqlite:///{tmp_path}/fresh.db")
+        Store.open(first, f"sqlite:///{tmp_path}/fresh.db", upgrade=True)
+    with sqlite3.connect(tmp_path / "fresh.db") as fresh:
+        assert fresh.execute("SELECT count(*) FROM sqlite_master").fetchone() == (
+            0,
+        )  # nothing was made in it
     Store.open(first).close()
 
 
