@@ -11,6 +11,7 @@ from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, output_options, table
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options
+from memkv.errors import BadRequestError
 
 if TYPE_CHECKING:
     from memkv.eval.study import Row, Study
@@ -31,7 +32,7 @@ def evaluate() -> None:
     help="Tasks as JSON lines; without, made-up ones.",
 )
 @click.option(
-    "--generate", type=click.IntRange(1, 900), default=100, show_default=True, help="Made-up tasks."
+    "--generate", type=click.IntRange(1, 875), default=100, show_default=True, help="Made-up tasks."
 )
 @click.option("--questions", type=click.IntRange(1), help="At most so many, the first.  [default: all]")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="What to measure; may be repeated.")
@@ -82,14 +83,14 @@ def run(target: Target, out: Output, **options: Any) -> None:
         )
         what = describe(data) if data else f"{len(tasks)} generated tasks, seed {seed}"
         study = run_evaluation(target.config(), tasks, what, plan, tell)
-    if options["output"]:
-        _write(options["output"], study)
-    if options["gate"]:
-        _keep(target, study)
     if out.is_json:
         out.json(study)
     else:
         click.echo(_text(study))
+    if options["output"]:
+        _write(options["output"], study)
+    if options["gate"]:
+        _keep(target, study)
 
 
 @evaluate.command()
@@ -133,10 +134,15 @@ def _keep(target: Target, study: Study) -> str:
     from memkv.store.store import Store
 
     config = target.config()
+    rows = study.gate_rows()
+    if not rows:
+        raise BadRequestError(
+            "no policy was measured that a gate could go by", hint="name some with --policy"
+        )
     with Store.open(
         Path(config.store.data_dir), config.store.database_url or None, busy_seconds=config.store.busy_seconds
     ) as store:
-        store.catalog.put_gates(study.model_digest, study.data, study.gate_rows())
+        store.catalog.put_gates(study.model_digest, study.data, rows)
         return cheapest_that_passed(store.catalog.gates(study.model_digest), config.query).policy.name
 
 

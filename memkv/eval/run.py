@@ -120,11 +120,17 @@ def run_evaluation(
 
 
 def _that_fit(maker: PromptMaker, tasks: Sequence[Task], tell: Tell) -> Iterator[Prompt]:
+    """Prompts that say something: a single chunk is exact under every policy."""
     left_out: BadRequestError | None = None
     found = 0
     for task in tasks:
         try:
             prompt = maker.make(task)
+            if len(prompt.chunks) < 2:
+                raise BadRequestError(
+                    f"task {task.id} has one chunk, which every policy maps exactly",
+                    hint="raise --length, or lower --chunk-tokens",
+                )
         except BadRequestError as error:
             tell(f"left out: {error.detail}")
             left_out = error
@@ -169,7 +175,8 @@ class _Run:
         self._found: dict[tuple[str, str], _Measured] = defaultdict(_Measured)  # by kind and policy
 
     def rows(self, prompts: Sequence[Prompt], maker: PromptMaker) -> list[Row]:
-        subjects = [parse_subject(FULL), *(each for each in self._plan.subjects if each.name != FULL)]
+        named = {subject.name: subject for subject in (parse_subject(FULL), *self._plan.subjects)}
+        subjects = list(named.values())  # each once, the full prefill first
         own = [subject for subject in subjects if subject.peer is None]
         peers = [subject for subject in subjects if subject.peer is not None]
         free = {prompt.task.kind for prompt in prompts if not prompt.task.answer_start}

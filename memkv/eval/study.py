@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from memkv.errors import BadRequestError
 from memkv.store.rows import GateRow
+
+Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,17 +36,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         mapped_bytes, private_bytes: KV read where it lay and KV written for one question; means.
     """
 
-    kind: str
-    policy: str
-    questions: int
+    kind: Name
+    policy: Name
+    questions: Annotated[int, Meta(ge=0, le=10_000_000)]
     checkable: bool
-    fresh: float
+    fresh: Share
     endpoint: str
     value: float
     low: float
     high: float
-    accuracy: float
-    accuracy_full: float
+    accuracy: Share
+    accuracy_full: Share
     agreement: float
     kl: float
     dnll: float
@@ -65,8 +70,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    model_digest: str
-    data: str
+    model_digest: Name
+    data: Name
     form: dict[str, int | str]
     dtype: str
     kv_dtype: str
@@ -97,7 +102,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 def read_study(path: Path) -> Study:
     """Raises `BadRequestError`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Study)
+        study = msgspec.json.decode(path.read_bytes(), type=Study)
     except OSError as error:
         raise BadRequestError(
             f"{path} cannot be read: {error.strerror or error}",
@@ -107,3 +112,10 @@ def read_study(path: Path) -> Study:
         raise BadRequestError(
             f"{path} is no result of an evaluation: {error}", hint="give a file that `memkv eval run` wrote"
         ) from None
+    names = [(row.kind, row.policy) for row in study.rows]
+    if len(set(names)) < len(names):
+        raise BadRequestError(
+            f"{path} is no result of an evaluation: a policy stands there twice for the same tasks",
+            hint="give a file that `memkv eval run` wrote",
+        )
+    return study

@@ -57,7 +57,8 @@ def parse_subject(text: str) -> Subject:
         return Subject(text, Select(_fraction(text, parameter or "0.15"), heads=True))
     if name == "temperature":
         return Subject(text, peer=Peer(temperature=_fraction(text, parameter or "0.9")))
-    return Subject(text, parse_policy(text))
+    policy = parse_policy(text)
+    return Subject(policy.name, policy)
 
 
 def _fraction(text: str, parameter: str) -> float:

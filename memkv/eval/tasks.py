@@ -47,7 +47,7 @@ def read_tasks(path: Path) -> list[Task]:
         BadRequestError: the file cannot be read, or a line is no task; the line's number is named.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BadRequestError(f"there is no file {path}", hint="give --data FILE.jsonl") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +64,7 @@ def describe(path: Path) -> str:
 
 
 def _tasks(text: str, path: Path) -> Iterator[Task]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield _task(json.loads(line), f"{path.stem}-{number}", path.stem)
@@ -76,6 +76,10 @@ def _task(row: Any, default_id: str, default_kind: str) -> Task:
     """Raises ValueError with what is wrong."""
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object is wanted")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which is no text") from None
     contexts = [_text_of(context) for context in _list(row, "contexts")]
     answers = _list(row, "answers")
     question = row.get("question")

@@ -100,7 +100,12 @@ def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None
     path = tmp_path / "study.json"
     path.write_bytes(msgspec.json.encode(study))
     assert read_study(path) == study
-    for text in ("{}", "", "[1]", '{"model": 3}'):
+    whole = path.read_text()
+    twice = whole.replace('"policy":"map"', '"policy":"exact"')
+    absurd = [whole.replace('"questions":2', f'"questions":{number}') for number in (-1, 2**63, 2**31)]
+    odd = whole.replace('"kind":"multi_hop"', '"kind":"multi\\u0000hop"')
+    for text in ("{}", "", "[1]", '{"model": 3}', twice, *absurd, odd):
+        assert text != whole
         path.write_text(text)
         with pytest.raises(BadRequestError, match="no result of an evaluation"):
             read_study(path)
@@ -169,3 +174,15 @@ def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:
         draw([study], tmp_path / "frontier.xyz")
     with pytest.raises(BadRequestError, match="no such file or directory"):
         draw([study], tmp_path / "nowhere" / "frontier.svg")
+
+
+def test_a_policy_named_twice_is_measured_once(config: Config) -> None:
+    tasks = generate_tasks(2, kinds=("needle",))
+    found = run_evaluation(config, tasks, "x", plan("map", "map", "select:0.10", "select:0.1", timed=0))
+    assert [(row.policy, row.questions) for row in found.rows] == [("full", 2), ("map", 2), ("select:0.1", 2)]
+
+
+def test_prompts_of_one_chunk_prove_nothing(config: Config) -> None:
+    tasks = [Task("one", "kind", "What?", ("x",), ("Some words.",), "It is", distractors=())]
+    with pytest.raises(BadRequestError, match="one chunk"):
+        run_evaluation(config, tasks, "x", plan("map", timed=0))

@@ -41,6 +41,8 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         ({"question": "Who?", "answers": ["Ada"]}, "contexts"),
         ({**GOOD, "contexts": [{}]}, "context"),
         ({**GOOD, "contexts": ["\n"]}, "context"),
+        ({**GOOD, "question": "\ud800"}, "surrogate"),
+        ({**GOOD, "kind": "\udfff"}, "surrogate"),
     ],
 )
 def test_a_line_that_is_no_task_is_named(tmp_path: Path, row: object, what: str) -> None:
@@ -91,3 +93,9 @@ def test_more_tasks_than_names_are_refused() -> None:
         generate_tasks(100_000)
     with pytest.raises(BadRequestError, match="riddles"):
         generate_tasks(1, kinds=("riddles",))
+
+
+def test_line_ends_of_unicode_and_a_mark_at_the_start_are_text(tmp_path: Path) -> None:
+    row = json.dumps({**GOOD, "question": "One\u2028two\u0085three?"}, ensure_ascii=False)
+    (tmp_path / "set.jsonl").write_text(f"\ufeff{row}\r\n{row}\n", encoding="utf-8", newline="")
+    assert [task.question for task in read_tasks(tmp_path / "set.jsonl")] == ["One\u2028two\u0085three?"] * 2
