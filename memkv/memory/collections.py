@@ -69,9 +69,12 @@ class StoredKV:
         )
 
     def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
-        """Keeps healed KV. Where disk or database refuse it, the next query prefills again."""
+        """Keeps healed KV, unless its text was forgotten meanwhile. Where disk or database refuse it, the
+        next query prefills again.
+        """
         try:
             self.publish([(ref, kv)])
+            self._chunks.release_unused(self._row.tenant, [ref.input_key])
         except (InsufficientStorageError, ServiceUnavailableError) as error:
             _log.warning("kv_not_kept", input_key=ref.input_key, detail=error.detail)
 

@@ -260,8 +260,11 @@ class Ingestion:
         committed = self._parts.store.commit_document(tenant, work.document.id, work.revision, chunks)
         if committed.change is not None:
             self._parts.engine.drop(file.input_key for file in committed.change.released)
-        run.counts.documents += 1
-        run.counts.chunks += len(chunks)
+            run.counts.documents += 1
+            run.counts.chunks += len(chunks)
+        else:  # deleted or replaced while it was made ready: nobody refers to what was published for it
+            released = self._parts.store.chunks.release_unused(tenant, work.keys)
+            self._parts.engine.drop(file.input_key for file in released)
         self._finish(run, work.document.id, None)
 
     def _fail(self, run: _Run, group: Sequence[_Work], error: MemKVError) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, delete, exists, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, delete, exists, func, insert, select
 
 from memkv.store.block_file import file_name, parse_file_name
 from memkv.store.catalog_store import now
@@ -84,6 +84,18 @@ class FileStatements:
             )
             return dropped.rowcount > 0
 
+    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
+        """Drops the rows among `input_keys` that no chunk and no prefix refers to; their files are to go."""
+        with self._database.read() as connection:
+            unused: list[str] = []
+            for batch in in_batches(input_keys):
+                keys = select(KVFile.input_key).where(*_unused(tenant, batch))
+                unused.extend(connection.execute(keys).scalars())
+        if not unused:
+            return ()
+        with self._database.write() as transaction:
+            return release_files(transaction.connection, tenant, unused)
+
     def existing_keys(self, tenant: str, input_keys: Sequence[str]) -> set[str]:
         """Those of `input_keys` that have KV."""
         with self._database.read() as connection:
@@ -123,17 +135,22 @@ def release_files(connection: Connection, tenant: str, input_keys: Sequence[str]
     """
     released: list[KVFileRow] = []
     for batch in in_batches(sorted(set(input_keys))):
-        unused = (
-            KVFile.tenant == tenant,
-            KVFile.input_key.in_(batch),
-            ~exists().where(Chunk.tenant == tenant, Chunk.input_key == KVFile.input_key),
-            ~exists().where(Collection.tenant == tenant, Collection.prefix_key == KVFile.input_key),
-        )
-        rows = [_file_row(row) for row in connection.execute(select(*_COLUMNS).where(*unused))]
+        unused = select(*_COLUMNS).where(*_unused(tenant, batch))
+        rows = [_file_row(row) for row in connection.execute(unused)]
         if rows:
             connection.execute(delete(KVFile).where(KVFile.input_key.in_([row.input_key for row in rows])))
         released.extend(rows)
     return tuple(released)
+
+
+def _unused(tenant: str, input_keys: Sequence[str]) -> tuple[ColumnElement[bool], ...]:
+    """True of rows among `input_keys` that nothing refers to."""
+    return (
+        KVFile.tenant == tenant,
+        KVFile.input_key.in_(input_keys),
+        ~exists().where(Chunk.tenant == tenant, Chunk.input_key == KVFile.input_key),
+        ~exists().where(Collection.tenant == tenant, Collection.prefix_key == KVFile.input_key),
+    )
 
 
 def _file_row(values: Row[*tuple[Any, ...]]) -> KVFileRow:

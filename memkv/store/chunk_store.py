@@ -143,6 +143,13 @@ class ChunkStore:
         self._count(hits=1, loaded_bytes=identity.file_bytes)
         return found
 
+    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
+        """Lets go of published KV that no chunk and no prefix refers to (any more): row, then file."""
+        released = self._catalog.release_unused(tenant, input_keys)
+        if released:
+            self.reclaim(released)
+        return released
+
     def reclaim(self, released: Sequence[KVFileRow]) -> int:
         """Unlinks files whose rows were dropped; returns the bytes. Skips keys that were published again."""
         freed = 0

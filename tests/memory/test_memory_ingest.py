@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from memkv.errors import (
     UnsupportedMediaTypeError,
 )
 from memkv.memory import Memory
+from memkv.memory.collections import StoredKV
 from memkv.store.jobs import Jobs
 from memkv.wire import (
     Accepted,
@@ -264,3 +266,45 @@ def test_an_interrupted_job_goes_on_after_the_next_start(open_memory) -> None:
     job = again.wait_job(accepted.job.id, 120)
     assert job.status == "succeeded"
     assert again.get_collection("c").by_status == {"pending": 0, "ready": 40, "failed": 0}
+
+
+def test_a_document_forgotten_while_it_is_prefilled_leaves_nothing_on_disk(open_memory, monkeypatch) -> None:
+    memory = open_memory(ingest__batch_chunks=2)
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    publish = StoredKV.publish
+    published: list[str] = []
+
+    def publish_then_forget(kv: StoredKV, items) -> None:
+        publish(kv, items)
+        published.extend(ref.input_key for ref, _ in items)
+        if len(published) in (4, 5):
+            memory.forget("c", "doc")
+
+    monkeypatch.setattr(StoredKV, "publish", publish_then_forget)
+    accepted = memory.ingest("c", [DocumentCreate(text="\n\n".join(paragraphs(20)), external_id="doc")])
+    assert accepted.job is not None
+    job = memory.wait_job(accepted.job.id, timeout=120)
+    assert len(published) > 6
+    assert (job.counts.documents, job.counts.chunks) == (0, 0)
+    assert memory.store_stats().kv_files <= 1, "the prefix alone"
+    again = ingest(memory, "A text that comes later stands in this collection all by itself.")
+    assert counts(again).chunks == 1
+
+
+def test_kv_that_is_healed_for_a_forgotten_chunk_is_not_kept(open_memory, monkeypatch) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64, prefill="on_first_use"))
+    ingest(memory, "\n\n".join(paragraphs(8)))
+    publish = StoredKV.publish
+
+    def forget_then_publish(kv: StoredKV, items) -> None:
+        with suppress(DocumentNotFound):
+            memory.forget("c", "doc")
+        publish(kv, items)
+
+    monkeypatch.setattr(StoredKV, "publish", forget_then_publish)
+    question = QueryRequest(query="How many ships?", collection="c", policy="map", min_score=-1.0)
+    assert memory.query(question).reuse.healed_chunks > 1
+    memory.close()
+    monkeypatch.undo()
+    assert open_memory().store_stats().kv_files <= 1, "the prefix alone"
