@@ -45,7 +45,12 @@ def evaluate() -> None:
 @click.option("--group", type=click.IntRange(1), default=1, show_default=True, help="Prompts in a batch.")
 @click.option("--times-only", is_flag=True, help="Measure times to the first token and no quality.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the result as JSON.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the result as JSON.",
+)
 @click.option("--gate", is_flag=True, help="Let `auto` go by the result, in the store of --data-dir.")
 @embedded_options
 @output_options
@@ -56,6 +61,11 @@ def run(target: Target, out: Output, **options: Any) -> None:
     the added negative log-likelihood of the gold answer, with 95 % intervals, and times to the first token.
     """
     log_warnings_to_stderr()
+    if options["gate"] and options["examples"]:
+        raise BadRequestError("--gate goes by prompts that collections have", hint="leave --examples out")
+    output: Path | None = options["output"]
+    if output and not output.resolve().parent.is_dir():
+        raise BadRequestError(f"{output} is in no directory that exists", hint="make it first")
     with steps(out) as tell:
         tell("loading the models")
         from memkv.eval.generator import generate_tasks
@@ -87,8 +97,8 @@ def run(target: Target, out: Output, **options: Any) -> None:
         out.json(study)
     else:
         click.echo(_text(study))
-    if options["output"]:
-        _write(options["output"], study)
+    if output:
+        _write(output, study)
     if options["gate"]:
         _keep(target, study)
 
@@ -135,10 +145,6 @@ def _keep(target: Target, study: Study) -> str:
 
     config = target.config()
     rows = study.gate_rows()
-    if not rows:
-        raise BadRequestError(
-            "no policy was measured that a gate could go by", hint="name some with --policy"
-        )
     with Store.open(
         Path(config.store.data_dir), config.store.database_url or None, busy_seconds=config.store.busy_seconds
     ) as store:

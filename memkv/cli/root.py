@@ -79,7 +79,8 @@ def _explain(error: Exception) -> tuple[str, str]:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "the disk is full", "free some space, or give --data-dir DIR on another disk"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("memkv"):
-        return f"the package {error.name!r} is not installed", "run: pip install 'memkv[cpu]'"
+        extra = "plot" if error.name == "matplotlib" else "cpu"
+        return f"the package {error.name!r} is not installed", f"run: pip install 'memkv[{extra}]'"
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}", "memkv --debug ... shows the traceback"

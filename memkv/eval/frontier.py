@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from memkv.errors import BadRequestError, ConfigError
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from memkv.errors import BadRequestError
 from memkv.eval.study import Study
 
 
@@ -13,14 +16,8 @@ def draw(studies: Sequence[Study], path: Path) -> None:
     """One line for each study and kind of tasks: fresh share against added negative log-likelihood.
 
     Raises:
-        ConfigError: matplotlib is not installed.
         BadRequestError: the file's name ends in no form that can be drawn.
     """
-    try:
-        from matplotlib import rc_context  # noqa: PLC0415  # an optional package, for this alone
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("drawing needs matplotlib", hint="pip install 'memkv[plot]'") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for study in studies:

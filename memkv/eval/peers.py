@@ -82,7 +82,9 @@ class PrivateCopies:
         behind, first_block = self._prefill_apart(
             cache, prompt.chunks, prefix.token_ids, start, blocks_for(len(ids))
         )
-        alone, _ = self._prefill_apart(cache, prompt.chunks, (), start, first_block)
+        alone = behind
+        if not all(peer.behind_prefix for peer in peers):
+            alone, _ = self._prefill_apart(cache, prompt.chunks, (), start, first_block)
         self._run(cache, table, ids, range(len(ids)), 0)
         full_values = self._values(cache, num_mapped)
         self._move(cache, behind)

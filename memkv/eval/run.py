@@ -93,7 +93,6 @@ def run_evaluation(
         run = _Run(
             EngineSubjects(engine, maker.prefix, config.kv.block_size),
             PrivateCopies(model, layout),
-            maker.prefix.num_tokens,
             layout.bytes_per_token,
             tokenizer,
             plan,
@@ -158,7 +157,6 @@ class _Run:
         self,
         engine: EngineSubjects,
         copies: PrivateCopies,
-        prefix_tokens: int,
         bytes_per_token: int,
         tokenizer: TextTokenizer,
         plan: Plan,
@@ -166,7 +164,6 @@ class _Run:
     ) -> None:
         self._engine = engine
         self._copies = copies
-        self._prefix_tokens = prefix_tokens
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
         self._plan = plan

@@ -84,8 +84,16 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
 
     def gate_rows(self) -> list[GateRow]:
-        """What the gate goes by: the policies whose quality was measured."""
-        return [
+        """What the gate goes by: the policies whose quality was measured.
+
+        Raises `BadRequestError` where there is none, or where the prompts were not those of collections.
+        """
+        if self.form.get("examples"):
+            raise BadRequestError(
+                "worked examples stood in these prompts, and stand in no collection's",
+                hint="measure without --examples",
+            )
+        rows = [
             GateRow(
                 kind=row.kind,
                 policy=row.policy,
@@ -97,6 +105,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             for row in self.rows
             if row.questions and row.policy != "full"
         ]
+        if not rows:
+            raise BadRequestError("no policy was measured to go by", hint="name some with --policy")
+        return rows
 
 
 def read_study(path: Path) -> Study:

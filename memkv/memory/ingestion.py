@@ -207,7 +207,9 @@ class Ingestion:
         for first in range(0, len(texts), _EMBED_TEXTS):
             self._stop_if_asked()
             batch = texts[first : first + _EMBED_TEXTS]
-            found = self._parts.engine.run(partial(self._parts.embedder.embed, batch))
+            embed = partial(self._parts.embedder.embed, batch)
+            shares_cores = self._parts.model.device == "cpu"
+            found = self._parts.engine.run(embed) if shares_cores else embed()
             vectors.update(zip(batch, found, strict=True))
         return vectors
 

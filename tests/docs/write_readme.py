@@ -77,7 +77,8 @@ def speed() -> str:
         ("decode, one sequence", "decode_tokens_per_s", "tokens/s"),
     ]
     lines = [
-        f"{found['cpu']}, {found['threads']['kernels']} threads, {_model_text(found)}, KV in "
+        f"{found['cpu']}, torch on {found['threads']['torch']} and the kernels on "
+        f"{found['threads']['kernels']} threads, as measured at the start, {_model_text(found)}, KV in "
         f"{found['kv_dtype']}, blocks of {found['shape']['block_size']} tokens, resident, with retrieval, "
         f"{found['shape']['question_tokens']} question tokens and the chat template behind them; medians of "
         f"{found['shape']['rounds']}.",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -95,8 +96,6 @@ def test_times_are_of_memkvs_own_policies(study: Study) -> None:
 
 
 def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None:
-    import msgspec
-
     path = tmp_path / "study.json"
     path.write_bytes(msgspec.json.encode(study))
     assert read_study(path) == study
@@ -115,6 +114,10 @@ def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
     gates = study.gate_rows()
     assert {row.policy for row in gates} == set(POLICIES)
     assert all(row.questions == 2 for row in gates)
+    with pytest.raises(BadRequestError, match="no collection"):
+        msgspec.structs.replace(study, form={**study.form, "examples": 1}).gate_rows()
+    with pytest.raises(BadRequestError, match="no policy was measured"):
+        msgspec.structs.replace(study, rows=rows(study, "full")).gate_rows()
 
 
 def test_a_task_that_exceeds_the_context_is_left_out_and_said(config: Config) -> None:
@@ -164,6 +167,9 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
     refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "no file" in refused.output
+    for wrong in (["--gate", "--examples", "1"], ["--output", str(tmp_path / "none" / "x.json")]):
+        refused = runner.invoke(main, ["eval", "run", *common, *wrong])
+        assert refused.exit_code == 2
 
 
 def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from memkv.engine.reuse import Exact
 from memkv.errors import BadRequestError
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory.gate import cheapest_that_passed
+from memkv.store import Store
 from memkv.store.rows import GateRow
+from memkv.wire import CollectionCreate, DocumentCreate, QueryRequest
 
 CONFIG = QueryConfig()
 
@@ -86,3 +89,38 @@ def test_an_unknown_name_is_refused() -> None:
 
     with pytest.raises(BadRequestError, match="unknown reuse policy"):
         choose_policy("zz", None, "", CONFIG)  # type: ignore[arg-type]
+
+
+def test_auto_takes_what_passed_for_this_model_and_no_other(open_memory, tmp_path: Path) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c"))
+    text = "\n\n".join(f"Paragraph {n} speaks of the lamp, the tower and {n} ships." for n in range(60))
+    memory.ingest("c", [DocumentCreate(text=text, external_id="doc")], wait=120)
+    question = QueryRequest(query="How many ships?", collection="c", min_score=-1.0)
+    first = memory.query(question).reuse
+    assert first.policy == memory.info().default_policy == "exact"
+    assert "measured" in first.fallback_reason
+    memory.close()
+
+    with Store.open(tmp_path / "data") as store:
+        row = store.catalog.get_collection("default", "c")
+        digest = Fingerprint.from_json(row.fingerprint_json).model_digest
+        store.catalog.put_gates("another model", "tasks", [gate("map", 0.01)])
+    memory = open_memory()
+    assert memory.query(question).reuse.policy == "exact"
+    memory.close()
+
+    with Store.open(tmp_path / "data") as store:
+        store.catalog.put_gates(digest, "tasks", [gate("map", 0.01, fresh=0.0), gate("head:1", 0.01)])
+    memory = open_memory()
+    served = memory.query(question).reuse
+    assert (served.policy, served.fallback_reason) == ("map", "")
+    assert memory.info().default_policy == "map"
+    assert memory.query(QueryRequest(query="Ships?", collection="c", policy="exact")).reuse.policy == "exact"
+    memory.close()
+
+    memory = open_memory(kv__dtype="float32")  # another fingerprint: its gate is not known
+    memory.create_collection(CollectionCreate(name="d"))
+    memory.ingest("d", [DocumentCreate(text=text, external_id="doc")], wait=120)
+    other = QueryRequest(query="How many ships?", collection="d", min_score=-1.0)
+    assert memory.query(other).reuse.policy == "exact"
