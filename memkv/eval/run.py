@@ -20,7 +20,7 @@ from memkv.engine.environment import cpu_name, versions
 from memkv.errors import BadRequestError
 from memkv.eval.peers import PrivateCopies
 from memkv.eval.prompts import Form, Prompt, PromptMaker
-from memkv.eval.scores import Score, f1, score
+from memkv.eval.scores import Score, f1, rouge_l, score
 from memkv.eval.statistics import bootstrap
 from memkv.eval.study import Row, Study
 from memkv.eval.subjects import FULL, EngineSubjects, Scored, Subject, parse_subject
@@ -41,8 +41,8 @@ class Plan:
     Attributes:
         subjects: policies and peers; a full prefill is always among them.
         timed: so many prompts, the first of them, are also answered one by one for the time to first token.
-        answer_tokens: greedy answers of at most so many tokens are compared with the gold ones by F1; 0
-            writes none.
+        answer_tokens: greedy answers of at most so many tokens are compared with the gold ones by F1 and
+            ROUGE-L; 0 writes none.
         group: prompts in one batch.
         scored: whether quality is measured; without, only times are.
         kinds: of tasks that are asked; empty: all.
@@ -149,6 +149,7 @@ class _Measured:
     mapped_tokens: list[int] = field(default_factory=list)
     private_tokens: list[int] = field(default_factory=list)
     f1: list[float] = field(default_factory=list)
+    rouge_l: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
 
 
@@ -231,7 +232,9 @@ class _Run:
         ]
         for prompt, subject, generation in waiting:
             text = self._tokenizer.decode(generation.result().token_ids)
-            self._found[prompt.task.kind, subject.name].f1.append(f1(text, prompt.task.answers))
+            found = self._found[prompt.task.kind, subject.name]
+            found.f1.append(f1(text, prompt.task.answers))
+            found.rouge_l.append(rouge_l(text, prompt.task.answers))
 
     def _row(self, kind: str, policy: str, found: _Measured) -> Row:
         full = self._found[kind, FULL]
@@ -261,6 +264,8 @@ class _Run:
             private_bytes=_mean(found.private_tokens) * self._bytes_per_token,
             f1=statistics.mean(found.f1) if found.f1 else None,
             f1_full=statistics.mean(full.f1) if full.f1 else None,
+            rouge_l=statistics.mean(found.rouge_l) if found.rouge_l else None,
+            rouge_l_full=statistics.mean(full.rouge_l) if full.rouge_l else None,
             ttft_ms=ttft,
             ttft_speedup=full_ttft / ttft if ttft and full_ttft else None,
         )

@@ -55,9 +55,28 @@ def f1(answer: str, golds: Sequence[str]) -> float:
     return max(_f1(_words(answer), _words(gold)) for gold in golds)
 
 
+def rouge_l(answer: str, golds: Sequence[str]) -> float:
+    """The best F-measure of a longest common subsequence of words (Lin, ROUGE, 2004; beta = 1, unstemmed)."""
+    found = _WORD.findall(answer.lower())
+    return max(_rouge_l(found, _WORD.findall(gold.lower())) for gold in golds)
+
+
 def _f1(found: list[str], gold: list[str]) -> float:
     common = sum((Counter(found) & Counter(gold)).values())
     return 2 * common / (len(found) + len(gold)) if common else 0.0
+
+
+def _rouge_l(found: list[str], gold: list[str]) -> float:
+    longest = [0] * (len(gold) + 1)  # [n]: of what was found so far and the first n gold words
+    for word in found:
+        before = longest
+        longest = [0]
+        for n, other in enumerate(gold):
+            longest.append(before[n] + 1 if word == other else max(before[n + 1], longest[n]))
+    return 2 * longest[-1] / (len(found) + len(gold)) if longest[-1] else 0.0
+
+
+_WORD = re.compile(r"[^\W_]+")
 
 
 def _words(text: str) -> list[str]:

@@ -29,7 +29,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         agreement: share of the gold tokens for which both have the same most likely one.
         nll_full: negative log-likelihood of the gold answer under a full prefill, nats a token.
         kl, dnll: nats a token of the gold answer, with 95 % intervals.
-        f1, f1_full: of greedy answers, over words; None where no answers were written.
+        f1, f1_full, rouge_l, rouge_l_full: of greedy answers, over words; None where no answers were written.
         ttft_ms: median time to the first token, chunks resident, looking pass included, retrieval not; None
             where it was not timed.
         ttft_speedup: a full prefill's time divided by it.
@@ -57,6 +57,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     nll_full: float | None = None
     f1: float | None = None
     f1_full: float | None = None
+    rouge_l: float | None = None
+    rouge_l_full: float | None = None
     ttft_ms: float | None = None
     ttft_speedup: float | None = None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from memkv.eval.scores import f1, score
+from memkv.eval.scores import f1, rouge_l, score
 from memkv.eval.statistics import bootstrap
 
 
@@ -36,6 +36,17 @@ def test_words_are_compared_as_squad_does() -> None:
     assert f1("a dog", ["cat", "the DOG!"]) == 1.0
     assert f1("red blue", ["red green"]) == pytest.approx(0.5)
     assert f1("", ["cat"]) == 0.0
+
+
+def test_the_longest_common_subsequence_of_words_is_rewarded() -> None:
+    """The example of Lin (2004): the same words in another order are worth less."""
+    gold = ["police killed the gunman"]
+    assert rouge_l("Police kill the gunman.", gold) == pytest.approx(0.75)
+    assert rouge_l("the gunman kill police", gold) == pytest.approx(0.5)
+    assert rouge_l("the gunman, police killed", gold) == pytest.approx(0.5)
+    assert rouge_l("one", ["one two three", "one"]) == 1.0
+    assert rouge_l("a b", ["b a c d"]) == pytest.approx(2 * 1 / 6)
+    assert rouge_l("", ["cat"]) == rouge_l("dog", ["cat"]) == rouge_l("cat", [""]) == 0.0
 
 
 def test_the_interval_covers_the_mean_about_as_often_as_it_says() -> None:

@@ -92,7 +92,8 @@ def test_times_are_of_memkvs_own_policies(study: Study) -> None:
     assert all(row.ttft_ms and row.ttft_speedup for row in rows(study, "map"))
     assert all(row.ttft_speedup == 1.0 for row in rows(study, "full"))
     assert all(row.ttft_ms is None for row in rows(study, "cacheblend:0.2"))
-    assert all(row.f1 is not None for row in rows(study, "map"))
+    assert all(row.f1 is not None and row.rouge_l is not None for row in rows(study, "map"))
+    assert all(row.rouge_l == row.rouge_l_full is not None for row in rows(study, "full"))
 
 
 def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None:
