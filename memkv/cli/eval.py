@@ -40,6 +40,13 @@ def evaluate() -> None:
 @click.option("--chunk-tokens", type=click.IntRange(16), default=256, show_default=True, help="Of one chunk.")
 @click.option("--order", type=click.Choice(["retrieved", "shuffled"]), default="retrieved", show_default=True)
 @click.option("--examples", type=click.IntRange(0, 2), default=0, show_default=True, help="Worked examples.")
+@click.option(
+    "--primer",
+    type=click.Choice(["none", "stored", "prompt"]),
+    default="none",
+    show_default=True,
+    help="What chunks are prefilled behind.",
+)
 @click.option("--timed", type=click.IntRange(0), default=3, show_default=True, help="Prompts timed, by kind.")
 @click.option("--answers", type=click.IntRange(0), default=0, show_default=True, help="Tokens of an answer.")
 @click.option("--group", type=click.IntRange(1), default=1, show_default=True, help="Prompts in a batch.")
@@ -83,6 +90,7 @@ def run(target: Target, out: Output, **options: Any) -> None:
                 chunk_tokens=options["chunk_tokens"],
                 order=options["order"],
                 examples=options["examples"],
+                primer=options["primer"],
                 seed=seed,
             ),
             timed=options["timed"],

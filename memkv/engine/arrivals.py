@@ -63,7 +63,7 @@ class Arrivals:
 
     def expect(self, task: Task, pin: Pin) -> None:
         """Sees to it that the chunks of a pin that a task has just got become ready."""
-        computes = isinstance(task, PrefillJob) and pin is not task.prefix_pin
+        computes = isinstance(task, PrefillJob) and pin is not task.context_pin
         for chunk in pin.reserved:
             if computes:
                 self._scheduler.fills.append(self._new_fill(chunk, task, heals=False))
@@ -142,12 +142,12 @@ class Arrivals:
             self._scheduler.fills.append(self._new_fill(chunk, task, heals=True))
 
     def _new_fill(self, chunk: ResidentChunk, task: Task, *, heals: bool) -> ChunkFill:
-        prefix = None
+        context = None
         if chunk.ref.context_ids:
-            held = next(each for pin in task.pins for each in pin.chunks if each.ref == task.prefix)
-            prefix = self._residency.hold(held)
+            held = next(each for pin in task.pins for each in pin.chunks if each.ref == task.context)
+            context = self._residency.hold(held)
         block_size = self._kv_cache.layout.block_size
-        return ChunkFill(chunk, prefix, block_size, task.source if heals else None)
+        return ChunkFill(chunk, context, block_size, task.source if heals else None)
 
     def _ready(self, chunk: ResidentChunk, kv: ChunkKV) -> None:
         self._residency.ready(chunk)

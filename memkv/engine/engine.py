@@ -135,20 +135,21 @@ class Engine:
 
     def prefill(
         self,
-        prefix: ChunkRef,
+        context: ChunkRef,
         chunks: Iterable[ChunkRef],
         source: KVSource,
         *,
         block_size: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[ChunkKV]:
-        """Computes chunks behind their prefix, many in a pass, and returns them in the order asked for.
+        """Computes chunks behind their context, many in a pass, and returns them in the order asked for.
 
         Running generations take turns with it. What it computed stays resident while nothing else needs
         the room.
 
         Args:
-            source: of the prefix alone: read, and written to where it had to be computed.
+            context: a ref without context; the prefix of the prompts, or what else comes first.
+            source: of the context alone: read, and written to where it had to be computed.
             on_progress: called in this thread with the chunks done and the chunks asked for.
 
         Raises:
@@ -156,12 +157,12 @@ class Engine:
             Overloaded: no blocks became free in time.
             ModelError: a key or value is not a finite number.
         """
-        request = PrefillRequest(prefix, tuple(chunks), block_size)
+        request = PrefillRequest(context, tuple(chunks), block_size)
         request.validate(self._model.spec.vocab_size)
         layout = self.layout(block_size)
         for ref in request.chunks:
             require_context(self._model.spec, ref.stored_position + ref.num_tokens, 0)
-            blocks = layout.blocks_for(prefix.num_tokens) + layout.blocks_for(ref.num_tokens)
+            blocks = layout.blocks_for(context.num_tokens) + layout.blocks_for(ref.num_tokens)
             require_blocks(layout, blocks, self._num_blocks(layout))
         if not request.chunks:
             return []

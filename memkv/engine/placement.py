@@ -62,7 +62,7 @@ class Placement:
     """Pieces in order of position; the last is private and takes the answer's tokens too.
 
     Attributes:
-        refs: the chunks to pin, each once.
+        refs: the chunks to pin, each once, and what they are computed behind.
         num_fresh_blocks: private blocks that the prompt needs.
         num_private_blocks: those, and the ones that the longest answer will need, and, before a look, the
             ones that it may choose.
@@ -169,6 +169,9 @@ def _assemble(
 ) -> Placement:
     size = request.block_size
     refs = {piece.ref.input_key: piece.ref for piece in pieces if isinstance(piece, MappedPiece)}
+    context = request.chunk_context
+    if any(ref.context_ids and ref.context_ids == context.token_ids for ref in refs.values()):
+        refs[context.input_key] = context  # one that is missing is computed behind it
     num_fresh = sum(
         _blocks(piece.num_tokens, size)
         if isinstance(piece, PrivatePiece)

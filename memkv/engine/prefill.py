@@ -1,4 +1,4 @@
-"""Computing chunks behind their prefix: for an ingest, or because a query found one missing."""
+"""Computing chunks behind their context: for an ingest, or because a query found one missing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from memkv.kv.chunk import ChunkKV
 
 
 class ChunkFill:
-    """The computation of one reserved chunk: its tokens behind the mapped prefix, without logits.
+    """The computation of one reserved chunk: its tokens behind the mapped context, without logits.
 
-    Holds the prefix, not the chunk: when nobody waits for the chunk any more, the fill is `idle` and ends.
+    Holds the context, not the chunk: when nobody waits for the chunk any more, the fill is `idle` and ends.
 
     Attributes:
         write_to: where the finished chunk is to be kept; None when a job collects it.
     """
 
     def __init__(
-        self, chunk: ResidentChunk, prefix: Pin | None, block_size: int, write_to: KVSource | None
+        self, chunk: ResidentChunk, context: Pin | None, block_size: int, write_to: KVSource | None
     ) -> None:
         self.chunk = chunk
         self.write_to = write_to
-        self._prefix = prefix
+        self._context = context
         ref = chunk.ref
         table = BlockTable(block_size)
-        for before in () if prefix is None else prefix.chunks:
+        for before in () if context is None else context.chunks:
             table.append(Segment(before.blocks, before.ref.num_tokens, 0, 0))
         start = ref.stored_position
         table.append(Segment(chunk.blocks, ref.num_tokens, start, start, private=True))
@@ -38,19 +38,19 @@ class ChunkFill:
 
     @property
     def can_run(self) -> bool:
-        return self._prefix is None or self._prefix.is_ready
+        return self._context is None or self._context.is_ready
 
     @property
     def is_idle(self) -> bool:
         return self.chunk.pins == 0
 
     def stands_behind(self, chunk: ResidentChunk) -> bool:
-        return self._prefix is not None and chunk in self._prefix.chunks
+        return self._context is not None and chunk in self._context.chunks
 
     def release(self) -> None:
-        if self._prefix is not None:
-            self._prefix.release()
-            self._prefix = None
+        if self._context is not None:
+            self._context.release()
+            self._context = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class PrefillJob:
         self.blocked_since: float | None = None  # when it first found too few
         self.events: queue.SimpleQueue[Computed | MemKVError] = queue.SimpleQueue()
         self.is_finished = False
-        self.prefix_pin: Pin | None = None
+        self.context_pin: Pin | None = None
         self.next_chunk = 0  # index of the first that is not started
         self._active: dict[int, Pin] = {}
 
     @property
-    def prefix(self) -> ChunkRef:
-        return self.request.prefix
+    def context(self) -> ChunkRef:
+        return self.request.context
 
     @property
     def strict(self) -> bool:
@@ -88,7 +88,7 @@ class PrefillJob:
 
     @property
     def pins(self) -> tuple[Pin, ...]:
-        held = () if self.prefix_pin is None else (self.prefix_pin,)
+        held = () if self.context_pin is None else (self.context_pin,)
         return (*held, *self._active.values())
 
     @property
@@ -106,16 +106,16 @@ class PrefillJob:
 
     def wanted(self) -> list[ChunkRef]:
         """What it has to pin next."""
-        if self.prefix_pin is None and self.prefix.num_tokens:
-            return [self.prefix]
+        if self.context_pin is None and self.context.num_tokens:
+            return [self.context]
         return [self.request.chunks[self.next_chunk]]
 
     def start_next(self, pin: Pin, now: float) -> None:
         """Takes the pin of `wanted()` over."""
         self.since = now
         self.blocked_since = None
-        if self.prefix_pin is None and self.prefix.num_tokens:
-            self.prefix_pin = pin
+        if self.context_pin is None and self.context.num_tokens:
+            self.context_pin = pin
             return
         self._active[self.next_chunk] = pin
         self.next_chunk += 1
@@ -132,5 +132,5 @@ class PrefillJob:
         for pin in self.pins:
             pin.release(cold=True)
         self._active.clear()
-        self.prefix_pin = None
+        self.context_pin = None
         self.next_chunk = len(self.request.chunks)

@@ -31,7 +31,7 @@ class GenerateRequest:
 
     Attributes:
         prefix: the collection's; a ref without context, possibly without tokens.
-        chunks: in prompt order; each was, or will be, prefilled behind the prefix.
+        chunks: in prompt order; each was, or will be, prefilled behind the context.
         tail_ids: what follows them (the question and the answer's head); at least one token.
         block_size: of the collection's layout.
         policy: which blocks of the chunks are computed afresh.
@@ -44,6 +44,8 @@ class GenerateRequest:
             and behind every token of the answer.
         pieces: for prompts with texts between the chunks, as a conversation has: all that stands between
             prefix and tail. Given, it says what `chunks` are; otherwise it is the chunks.
+        context: what the chunks are prefilled behind, a ref without context; the prefix by default. Where
+            it is another one, no chunk is exact at any place.
     """
 
     prefix: ChunkRef
@@ -57,6 +59,7 @@ class GenerateRequest:
     queue_seconds: float | None = None
     keep_logits: int = 0
     pieces: tuple[Piece, ...] = ()
+    context: ChunkRef | None = None
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -64,6 +67,10 @@ class GenerateRequest:
         elif not self.chunks:
             chunks = tuple(piece for piece in self.pieces if isinstance(piece, ChunkRef))
             object.__setattr__(self, "chunks", chunks)
+
+    @property
+    def chunk_context(self) -> ChunkRef:
+        return self.prefix if self.context is None else self.context
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,7 +83,8 @@ class GenerateRequest:
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
-        _validate_refs(self.prefix, self.chunks, vocab_size)
+        _validate_refs(self.prefix, (), vocab_size)
+        _validate_refs(self.chunk_context, self.chunks, vocab_size)
         if self.chunks != tuple(piece for piece in self.pieces if isinstance(piece, ChunkRef)):
             raise BadRequestError("pieces and chunks name other chunks", hint="give one of them")
         for text in (*(piece for piece in self.pieces if isinstance(piece, tuple)), self.tail_ids):
@@ -97,30 +105,30 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """Chunks to be computed behind one prefix, each as if no other were there."""
+    """Chunks to be computed behind one context, each as if no other were there."""
 
-    prefix: ChunkRef
+    context: ChunkRef
     chunks: tuple[ChunkRef, ...]
     block_size: int = 16
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
-        _validate_refs(self.prefix, self.chunks, vocab_size)
+        _validate_refs(self.context, self.chunks, vocab_size)
 
 
 def piece_ids(piece: Piece) -> tuple[int, ...]:
     return piece if isinstance(piece, tuple) else piece.token_ids
 
 
-def _validate_refs(prefix: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: int) -> None:
-    if prefix.context_ids:
+def _validate_refs(context: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: int) -> None:
+    if context.context_ids:
         raise BadRequestError("the prefix has a context", hint="a prefix is a ref with context_ids = ()")
-    _validate_ids(prefix.token_ids, vocab_size)
+    _validate_ids(context.token_ids, vocab_size)
     for ref in chunks:
         _validate_ids(ref.token_ids, vocab_size)
         if not ref.token_ids:
             raise BadRequestError(f"chunk {ref.input_key[:16]} has no tokens")
-        if ref.context_ids != prefix.token_ids:
+        if ref.context_ids != context.token_ids:
             raise BadRequestError(
                 f"chunk {ref.input_key[:16]} belongs behind another prefix",
                 hint="use the prefix that the collection was made with",

@@ -85,6 +85,10 @@ class Sequence:
         return self.request.prefix
 
     @property
+    def context(self) -> ChunkRef:
+        return self.request.chunk_context
+
+    @property
     def origin(self) -> PromptOrigin:
         return PromptOrigin(self.prefix.input_key, tuple(ref.input_key for ref in self.request.chunks))
 
@@ -115,7 +119,7 @@ class Sequence:
         except PoolExhausted:
             pin.release()
             raise
-        own = ((), self.prefix.token_ids)
+        own = ((), self.context.token_ids)
         assert all(chunk.ref.context_ids in own for chunk in pin.reserved), (
             "bug: a run that was found is gone"
         )

@@ -49,13 +49,13 @@ class Peer:
 
     Attributes:
         share: of the later chunks' tokens, computed afresh as CacheBlend chooses them.
-        behind_prefix: False prefills each chunk with nothing before it.
+        behind_context: False prefills each chunk with nothing before it.
         temperature: keys of mapped tokens are divided by it (APE, Yang et al., arXiv 2502.05431, without its
             scaling of sums).
     """
 
     share: float = 0.0
-    behind_prefix: bool = True
+    behind_context: bool = True
     temperature: float = 1.0
 
 
@@ -73,27 +73,27 @@ class PrivateCopies:
         num_mapped = len(ids)
         ids += [*prompt.tail_ids, *prompt.gold_ids[:-1]]
         blocks_for = self._layout.blocks_for
-        apart = [prefix.num_tokens + chunk.num_tokens for chunk in prompt.chunks]
+        apart = [chunk.stored_position + chunk.num_tokens for chunk in prompt.chunks]
         num_blocks = blocks_for(len(ids)) + sum(map(blocks_for, apart))
         num_blocks += sum(blocks_for(chunk.num_tokens) for chunk in prompt.chunks)
         cache = KVCache(self._layout, num_blocks, self._runner.device)
         table = self._table(0, len(ids))
         start = prefix.num_tokens
-        behind, first_block = self._prefill_apart(
-            cache, prompt.chunks, prefix.token_ids, start, blocks_for(len(ids))
-        )
+        context = prompt.chunks[0].context_ids
+        behind, first_block = self._prefill_apart(cache, prompt.chunks, context, start, blocks_for(len(ids)))
         alone = behind
-        if not all(peer.behind_prefix for peer in peers):
+        if not all(peer.behind_context for peer in peers):
             alone, _ = self._prefill_apart(cache, prompt.chunks, (), start, first_block)
         self._run(cache, table, ids, range(len(ids)), 0)
         full_values = self._values(cache, num_mapped)
         self._move(cache, behind)
         deviation = (self._values(cache, num_mapped) - full_values).square().sum(dim=-1)  # [num_mapped]
-        first = prefix.num_tokens + prompt.chunks[0].num_tokens  # what lies before is exact
+        exact = prompt.chunks[:1] if context == prefix.token_ids else ()
+        first = prefix.num_tokens + sum(chunk.num_tokens for chunk in exact)
         order = (first + deviation[first:].argsort(descending=True)).tolist()
         found = []
         for peer in peers:
-            self._move(cache, behind if peer.behind_prefix else alone, peer.temperature)
+            self._move(cache, behind if peer.behind_context else alone, peer.temperature)
             fresh = sorted(order[: round(peer.share * (num_mapped - first))])
             positions = [*fresh, *range(num_mapped, len(ids))]
             tokens = [ids[position] for position in positions]
@@ -104,22 +104,22 @@ class PrivateCopies:
         self,
         cache: KVCache,
         chunks: Sequence[ChunkRef],
-        prefix_ids: tuple[int, ...],
+        context_ids: tuple[int, ...],
         position: int,
         first_block: int,
     ) -> tuple[_Moves, int]:
-        """Every chunk behind a prefix of its own, in one pass, from `first_block` on.
+        """Every chunk behind a context of its own, in one pass, from `first_block` on.
 
         Returns:
             the moves of the chunks to `position` and behind, and the first block behind them all.
         """
-        start, size = len(prefix_ids), self._layout.block_size
+        start, size = len(context_ids), self._layout.block_size
         parts: list[Part[None]] = []
         source: list[int] = []
         target: list[int] = []
         distance: list[int] = []
         for chunk in chunks:
-            ids = [*prefix_ids, *chunk.token_ids]
+            ids = [*context_ids, *chunk.token_ids]
             table = self._table(first_block, len(ids))
             parts.append(Part(None, TokenRun(table, ids, list(range(len(ids)))), len(ids)))
             source += range(first_block * size + start, first_block * size + len(ids))

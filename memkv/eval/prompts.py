@@ -20,6 +20,7 @@ from memkv.eval.tasks import Task
 from memkv.kv.fingerprint import token_digest
 from memkv.text.chunker import chunk_text
 from memkv.text.embedder import Embedder, Vectors
+from memkv.text.primer import Primer, primer_ids
 from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
@@ -51,6 +52,7 @@ class Form:
             chunk first, as a server does; "shuffled" draws both.
         gold_tokens: of a longer answer, so many are scored.
         examples: worked examples in front of the chunks.
+        primer: whether chunks are prefilled behind the primer, and whether prompts have it too.
     """
 
     length: int = 4096
@@ -58,6 +60,7 @@ class Form:
     order: Order = "retrieved"
     gold_tokens: int = 64
     examples: int = 0
+    primer: Primer = "none"
     seed: int = 0
 
 
@@ -83,6 +86,8 @@ class PromptMaker:
         self._embedder = embedder
         self._form = form
         self._max_context = max_context
+        stored = primer_ids(tokenizer) if form.primer == "stored" else ()
+        self._context_ids = (*template.prefix_ids, *stored)
         self._chunks: dict[tuple[int, ...], int] = {}  # token ids -> row
         self._rows_of: dict[str, list[int]] = {}  # context -> rows
         texts: list[str] = []
@@ -102,6 +107,11 @@ class PromptMaker:
     def prefix(self) -> ChunkRef:
         """What stands in front of the chunks in a prompt."""
         return self._ref((), self._template.prefix_ids)
+
+    @property
+    def context(self) -> ChunkRef:
+        """What chunks are prefilled behind."""
+        return self._ref((), self._context_ids)
 
     def make(self, task: Task) -> Prompt:
         """Raises `BadRequestError` where the task alone exceeds the model's context."""
@@ -144,7 +154,7 @@ class PromptMaker:
             gold = f" {gold}"
         return Prompt(
             task=task,
-            chunks=tuple(self._ref(self._template.prefix_ids, self._ids[row]) for row in rows),
+            chunks=tuple(self._ref(self._context_ids, self._ids[row]) for row in rows),
             tail_ids=tuple(tail),
             gold_ids=tuple(encode(gold)[: self._form.gold_tokens]),
         )

@@ -50,7 +50,7 @@ def parse_subject(text: str) -> Subject:
     if text == FULL:
         return Subject(FULL, reuse="off")
     if text == "alone":
-        return Subject(text, peer=Peer(behind_prefix=False))
+        return Subject(text, peer=Peer(behind_context=False))
     if name == "cacheblend":
         return Subject(text, peer=Peer(share=_fraction(text, parameter or "0.15")))
     if name == "select+heads":
@@ -113,16 +113,17 @@ class EngineSubjects:
     alone, and the blocks that it named are then computed in the pass that is scored.
     """
 
-    def __init__(self, engine: Engine, prefix: ChunkRef, block_size: int) -> None:
+    def __init__(self, engine: Engine, prefix: ChunkRef, context: ChunkRef, block_size: int) -> None:
         self._engine = engine
         self._prefix = prefix
+        self._context = context
         self._block_size = block_size
         self._source = NoSource()
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:
         """Prefills every chunk that is not resident."""
         refs = {chunk.input_key: chunk for prompt in prompts for chunk in prompt.chunks}
-        self._engine.prefill(self._prefix, refs.values(), self._source, block_size=self._block_size)
+        self._engine.prefill(self._context, refs.values(), self._source, block_size=self._block_size)
 
     def scores(self, prompts: Sequence[Prompt], subjects: Sequence[Subject]) -> list[list[Scored]]:
         """For each prompt, in order, one for each subject."""
@@ -167,6 +168,7 @@ class EngineSubjects:
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
             keep_logits=len(prompt.gold_ids) if scored else 0,
             queue_seconds=3600.0,
+            context=self._context,
         )
         return self._engine.generate(request, self._source)
 

@@ -3,18 +3,27 @@
     prefix   template head, system prompt, beginning of the user's turn      the same for a whole collection
     chunk    label, text                                                     the same wherever it is mapped
     tail     question, end of the turn, beginning of the answer              always fresh
+    turn     an answer, its end, beginning of the user's next turn           in front of further chunks
 
-Only the template's own text may hold control tokens; system prompt, chunks and question are plain text. The
-empty line between two pieces is a line end of the first and one of the second: both at the end of a piece
-would be one token, which running text never has there.
+    prefix | chunks | tail | turn | chunks | tail | turn | ...               a conversation
+
+What a conversation's prompt adds to the one before it, it adds at the end, so that all of the former and its
+answer can be reused. Where a template shows an earlier answer in another way than one that is to come (some
+leave out what the model thought), it therefore stands as it was made.
+
+Only the template's own text may hold control tokens; system prompt, chunks, questions and answers are plain
+text. The empty line between two pieces is a line end of the first and one of the second: both at the end of a
+piece would be one token, which running text never has there.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from memkv.errors import BadRequestError
 
 SYSTEM_PROMPT = (
     "You answer questions from the documents that you are given. "
@@ -69,6 +78,7 @@ class PromptTemplate:
     form: str
     tokenizer: PromptTokenizer
     answer_start: str  # template text between question and answer
+    turn_start: str | None  # and between an answer and the user's next turn; None where it shows no answers
 
     @classmethod
     def from_tokenizer(
@@ -90,7 +100,7 @@ class PromptTemplate:
                 return cls._from_cut(tokenizer, system_prompt, form, cut)
         shown = "".join(f"{example.prompt}\nAnswer: {example.answer}\n\n" for example in examples)
         start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, shown + INSTRUCTION))]
-        return cls(tuple(start), "plain", tokenizer, "\nAnswer:")
+        return cls(tuple(start), "plain", tokenizer, "\nAnswer:", "\n")
 
     @classmethod
     def _from_cut(
@@ -101,14 +111,30 @@ class PromptTemplate:
         ids: list[int] = []
         for head, text in zip(heads, texts, strict=True):
             ids += tokenizer.encode_template(head) + tokenizer.encode(text)
-        return cls(tuple(ids), form, tokenizer, tail)
+        return cls(tuple(ids), form, tokenizer, tail, _turn_start(tokenizer))
+
+    def with_primer(self, ids: Sequence[int]) -> PromptTemplate:
+        """The same with these tokens at the end of the prefix."""
+        return replace(self, prefix_ids=(*self.prefix_ids, *ids))
 
     def tail_ids(self, question: str) -> list[int]:
         """Everything behind the last chunk, up to where the answer begins."""
-        asked = self.tokenizer.encode(f"\nQuestion: {question.strip()}")
-        if self.form == "plain":
-            return asked + self.tokenizer.encode(self.answer_start)
-        return asked + self.tokenizer.encode_template(self.answer_start)
+        return self.tokenizer.encode(f"\nQuestion: {question.strip()}") + self._own_ids(self.answer_start)
+
+    def turn_ids(self, answer: str) -> list[int]:
+        """An answer as it was given, up to where the user's next turn begins.
+
+        Raises `BadRequestError` where the chat template shows no answers.
+        """
+        if self.turn_start is None:
+            raise BadRequestError(
+                "the model's chat template has no place for earlier answers", hint="ask each question alone"
+            )
+        return self.tokenizer.encode(answer) + self._own_ids(self.turn_start)
+
+    def _own_ids(self, text: str) -> list[int]:
+        """Of the template's own text."""
+        return self.tokenizer.encode(text) if self.form == "plain" else self.tokenizer.encode_template(text)
 
 
 def chunk_label(title: str) -> str:
@@ -125,7 +151,8 @@ def chunk_piece(label: str, text: str) -> str:
 
 
 # Words that no template trims, translates or looks for.
-_SYSTEM_MARK, _USER_MARK = "MEMKVSYSTEMMARK", "MEMKVUSERMARK"
+_SYSTEM_MARK, _USER_MARK, _ANSWER_MARK = "MEMKVSYSTEMMARK", "MEMKVUSERMARK", "MEMKVANSWERMARK"
+_MARKS = (_SYSTEM_MARK, _USER_MARK, _ANSWER_MARK)
 
 
 def _conversations(
@@ -147,12 +174,19 @@ def _conversations(
 
 
 def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:
-    """The template's text before, between and behind the marks; None unless each occurs once, in order."""
-    contents = [message["content"] for message in messages]
-    marks = [mark for mark in (_SYSTEM_MARK, _USER_MARK) if mark in contents]
-    parts = re.split("|".join(marks), rendered)
-    found = re.findall("|".join(marks), rendered)
-    return parts if found == marks else None
+    """The template's text before, between and behind the marks; None unless they are those of the messages."""
+    wanted = [message["content"] for message in messages if message["content"] in _MARKS]
+    marks = "|".join(_MARKS)
+    return re.split(marks, rendered) if re.findall(marks, rendered) == wanted else None
+
+
+def _turn_start(tokenizer: PromptTokenizer) -> str | None:
+    """The template's text between an answer and the user's next turn."""
+    turns = [("user", _USER_MARK), ("assistant", _ANSWER_MARK), ("user", _USER_MARK)]
+    messages = [{"role": role, "content": mark} for role, mark in turns]
+    rendered = tokenizer.render_chat(messages)
+    cut = _cut(rendered, messages) if rendered else None
+    return cut[2] if cut else None
 
 
 def _joined(system_prompt: str, instruction: str) -> str:

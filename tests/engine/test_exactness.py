@@ -120,13 +120,12 @@ def mapped_by_hand(model: PreTrainedModel, request: GenerateRequest, result: Gen
 
 def mapped_cache(model: PreTrainedModel, request: GenerateRequest) -> tuple[DynamicCache, int]:
     """Keys and values of prefix and chunks at their places, and the position behind them."""
-    prefix = len(request.prefix.token_ids)
     pieces = [_kv(model, request.prefix.token_ids, 0)]
-    start = prefix
+    start = len(request.prefix.token_ids)
     for chunk in request.chunks:
-        moved = start - prefix
-        both = _kv(model, (*chunk.context_ids, *chunk.token_ids), moved)
-        pieces.append([(k[:, :, prefix:], v[:, :, prefix:]) for k, v in both])
+        context = len(chunk.context_ids)
+        both = _kv(model, (*chunk.context_ids, *chunk.token_ids), start - context)
+        pieces.append([(k[:, :, context:], v[:, :, context:]) for k, v in both])
         start += chunk.num_tokens
     cache = DynamicCache()
     for layer in range(len(pieces[0])):
@@ -151,6 +150,32 @@ def test_mapped_chunks_are_keys_turned_to_their_places(tiny: Setup) -> None:
         request = request_of(prompts, chunks, 9, Map())
         result = generate(engine, source, request)
         assert_same(result, mapped_by_hand(model, request, result), request)
+
+
+def test_chunks_of_another_context_are_mapped_as_they_are_and_never_exact(tiny: Setup) -> None:
+    """Prefilled behind more than the prefix: as an ingest, and where a query finds none of it."""
+    engine, model = tiny
+    prompts = RandomPrompts(VOCAB_SIZE, seed=25)
+    context = ChunkRef("context", (), (*prompts.prefix.token_ids, *prompts.ids(21)))
+    a, b = (
+        ChunkRef(f"{name} elsewhere", context.token_ids, prompts.ids(size))
+        for name, size in (("a", 45), ("b", 16))
+    )
+    request = request_of(prompts, (a, b), 9, Map(), context=context)
+    healed = generate(engine, MemorySource(), request)
+    assert healed.usage.healed_chunks == 4  # prefix and context among them
+    assert_same(healed, mapped_by_hand(model, request, healed), request)
+    engine.drop([a.input_key, b.input_key, context.input_key])
+    source = MemorySource()
+    for ref, kv in zip((a, b), engine.prefill(context, [a, b], source, block_size=16), strict=True):
+        source.kept[ref.input_key] = kv
+    mapped = generate(engine, source, request)
+    assert mapped.usage.healed_chunks == 0 and mapped.usage.prefilled_tokens == 9
+    assert_same(mapped, mapped_by_hand(model, request, mapped), request)
+    exact = replace(request, policy=Exact())
+    result = generate(engine, source, exact)
+    assert result.usage.prefilled_tokens == a.num_tokens + b.num_tokens + 9
+    assert_same(result, own_forward(model, exact, result), exact)
 
 
 @pytest.mark.parametrize("policy", [Exact(), Map(), Head(1), Select(0.4)])
