@@ -53,6 +53,7 @@ class Form:
         gold_tokens: of a longer answer, so many are scored.
         examples: worked examples in front of the chunks.
         primer: whether chunks are prefilled behind the primer, and whether prompts have it too.
+        primer_documents: how many of the primer's documents.
     """
 
     length: int = 4096
@@ -61,6 +62,7 @@ class Form:
     gold_tokens: int = 64
     examples: int = 0
     primer: Primer = "none"
+    primer_documents: int = 8
     seed: int = 0
 
 
@@ -86,8 +88,10 @@ class PromptMaker:
         self._embedder = embedder
         self._form = form
         self._max_context = max_context
-        stored = primer_ids(tokenizer) if form.primer == "stored" else ()
-        self._context_ids = (*template.prefix_ids, *stored)
+        primer = primer_ids(tokenizer, form.primer_documents)
+        if form.primer == "prompt":
+            self._template = template = template.with_primer(primer)
+        self._context_ids = (*template.prefix_ids, *(primer if form.primer == "stored" else ()))
         self._chunks: dict[tuple[int, ...], int] = {}  # token ids -> row
         self._rows_of: dict[str, list[int]] = {}  # context -> rows
         texts: list[str] = []

@@ -28,7 +28,6 @@ from memkv.eval.tasks import Task
 from memkv.memory.collections import fingerprint_of
 from memkv.memory.parts import load_embedder, load_language_model
 from memkv.text.examples import worked_examples
-from memkv.text.primer import primer_ids
 from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
@@ -83,8 +82,6 @@ def run_evaluation(
     embedder = load_embedder(config)
     tokenizer = TextTokenizer(model.tokenizer)
     template = PromptTemplate.from_tokenizer(tokenizer, examples=worked_examples()[: plan.form.examples])
-    if plan.form.primer == "prompt":
-        template = template.with_primer(primer_ids(tokenizer))
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]

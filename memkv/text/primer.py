@@ -19,8 +19,8 @@ from memkv.text.prompt import PromptTokenizer, chunk_label, chunk_piece
 Primer = Literal["none", "stored", "prompt"]
 
 
-def primer_ids(tokenizer: PromptTokenizer) -> tuple[int, ...]:
-    """The documents' tokens, each as a chunk stands in a prompt."""
-    documents = [document for example in worked_examples() for document in example.documents]
+def primer_ids(tokenizer: PromptTokenizer, count: int = 8) -> tuple[int, ...]:
+    """The tokens of the first `count` documents, each as a chunk stands in a prompt."""
+    documents = [document for example in worked_examples() for document in example.documents][:count]
     pieces = [chunk_piece(chunk_label(title), text) for title, text in documents]
     return tuple(token for piece in pieces for token in tokenizer.encode(piece))
