@@ -14,6 +14,7 @@
     ├── NotFoundError              404
     │   ├── CollectionNotFound
     │   ├── DocumentNotFound
+    │   ├── ChunkNotFound
     │   ├── JobNotFound
     │   └── ModelNotFound
     ├── ConflictError              409
@@ -134,6 +135,13 @@ class CollectionNotFound(NotFoundError):
 class DocumentNotFound(NotFoundError):
     code = "document_not_found"
     remedy = "memkv documents list -c COLLECTION shows those that exist"
+
+
+class ChunkNotFound(NotFoundError):
+    """A conversation names a chunk that its collection does not hold, or not any more."""
+
+    code = "chunk_not_found"
+    remedy = "leave it out of chunk_ids, or begin a new conversation; a changed document has new chunks"
 
 
 class JobNotFound(NotFoundError):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from memkv.wire import Request
+from memkv.wire import QueryRequest, Request
 
 R = TypeVar("R", bound=Request)
 
@@ -24,6 +24,7 @@ _AT = re.compile(r"^(?P<message>.*?)(?: - at `\$\.?(?P<loc>.*)`)?$", re.DOTALL)
 _PLAINER = {
     "Input data was truncated": "JSON ends too early, or holds a lone surrogate (\\ud800 to \\udfff)",
     "Invalid UTF-8 encoded string": "JSON is not UTF-8",
+    "Expected `str` of length >= 1": "must not be empty",
 }
 _NAME_HINT = "a name is 1 to 128 letters, digits, '.', '_' or '-', with a letter or digit first"
 _FREE_FIELDS = frozenset({"text", "data"})  # a document's own text and bytes
@@ -75,6 +76,8 @@ def check_values(request: Request) -> None:
     for name in request.__struct_fields__:
         if name not in _FREE_FIELDS:
             _check(getattr(request, name), name, depth=1)
+    if isinstance(request, QueryRequest):
+        _check_conversation(request)
 
 
 def check_string(text: str, loc: str) -> None:
@@ -83,6 +86,31 @@ def check_string(text: str, loc: str) -> None:
         raise Violation("NUL characters are not allowed", loc, "remove them")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise Violation("lone surrogates are not allowed", loc, "send valid Unicode")
+
+
+def _check_conversation(request: QueryRequest) -> None:
+    """Raises `Violation` unless there is one question, at the end of turns that are complete."""
+    messages = request.messages
+    if request.query and messages:
+        raise Violation("query and messages exclude each other", "query", "put the question last in messages")
+    if not request.query and not messages:
+        raise Violation("the question is empty", "query", "ask something")
+    for index, message in enumerate(messages):
+        role = "assistant" if index % 2 else "user"
+        if message.role != role:
+            raise Violation(
+                f"a message of the {role} has to stand here",
+                f"messages[{index}].role",
+                "questions of the user and answers of the assistant alternate, from the first question on",
+            )
+        if message.chunk_ids and (index % 2 or index == len(messages) - 1):
+            raise Violation(
+                "only questions that were answered have chunks",
+                f"messages[{index}].chunk_ids",
+                "give the ids of an answer's chunks with the question that it answers",
+            )
+    if messages and len(messages) % 2 == 0:
+        raise Violation("the last message is an answer", "messages", "end with the question to be answered")
 
 
 def _check(value: object, loc: str, *, depth: int) -> None:
@@ -113,7 +141,7 @@ def _check_item(value: object, loc: str, *, depth: int) -> None:
 
 def _violation(error: Exception) -> Violation:
     # msgspec reports a lone surrogate at the end of a short body as truncation.
-    match = _AT.match(_PLAINER.get(str(error), str(error)))
+    match = _AT.match(str(error))
     assert match is not None, "bug: the pattern matches every string"
     hint = _NAME_HINT if "matching regex" in match["message"] else ""
-    return Violation(match["message"], match["loc"] or "", hint)
+    return Violation(_PLAINER.get(match["message"], match["message"]), match["loc"] or "", hint)

@@ -23,6 +23,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
 ExternalId = Annotated[str, Meta(min_length=1, max_length=512)]
 Title = Annotated[str, Meta(max_length=512)]
 TopK = Annotated[int, Meta(ge=1, le=1000)]
+ChunkId = Annotated[str, Meta(min_length=1, max_length=128)]
 QueryText = Annotated[str, Meta(min_length=1, max_length=100_000)]
 
 DocumentStatus = Literal["pending", "ready", "failed"]
@@ -310,8 +311,25 @@ class Generation(Request, frozen=True, kw_only=True):
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = []
 
 
+class Message(Request, frozen=True, kw_only=True):
+    """A question or an answer of a conversation, as the client keeps it."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[str, Meta(max_length=100_000)]
+    chunk_ids: Annotated[list[ChunkId], Meta(max_length=1000)] = []  # its answer's `chunks`, in order
+
+
 class QueryRequest(Request, frozen=True, kw_only=True):
-    query: QueryText
+    """A question, or a conversation that ends with one: either `query` or `messages`.
+
+    In a conversation questions and answers alternate, from the first question on. A question that was
+    answered carries in `chunk_ids` the ids of its response's `chunks`; a chunk that already stands in the
+    conversation is not put there again. The server keeps no conversation, only KV that it may reuse: what is
+    sent back as it came need not be computed again.
+    """
+
+    query: Annotated[str, Meta(max_length=100_000)] = ""
+    messages: Annotated[list[Message], Meta(max_length=999)] = []
     collection: Name
     top_k: TopK | None = None
     filter: Filter | None = None
@@ -320,6 +338,11 @@ class QueryRequest(Request, frozen=True, kw_only=True):
     reuse: Reuse = "auto"
     generation: Generation = field(default_factory=Generation)
     stream: bool = False
+
+    @property
+    def question(self) -> str:
+        """What is to be answered now."""
+        return self.messages[-1].content if self.messages else self.query
 
 
 class Quote(Reply, frozen=True, kw_only=True):
@@ -378,10 +401,11 @@ class QueryResponse(Reply, frozen=True, kw_only=True):
     answer: str
     finish_reason: Literal["stop", "length", "cancelled", "no_match"]
     citations: list[Citation]
-    chunks: list[RetrievedChunk]
+    chunks: list[RetrievedChunk]  # put into the prompt for this question
     usage: Usage
     reuse: ReuseReport
     timings: Timings
+    earlier_chunks: list[RetrievedChunk] = []  # of earlier turns: those that citations name; scores are 0
 
 
 class QueryCreated(Reply, tag="query.created", tag_field="type", frozen=True, kw_only=True):

@@ -337,7 +337,7 @@ class FakeMemory:
     def query_stream(self, request: QueryRequest, *, tenant: str = "default") -> FakeQueryStream:
         self._enter("query_stream")
         return FakeQueryStream(
-            self, request, self._retrieve(request.collection, request.query, request.top_k)
+            self, request, self._retrieve(request.collection, request.question, request.top_k)
         )
 
     def store_stats(self, *, tenant: str = "default") -> StoreStats:

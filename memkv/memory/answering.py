@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import Self
 
 from memkv.engine.generation import Generation, GenerationResult
-from memkv.engine.request import GenerateRequest
+from memkv.engine.request import GenerateRequest, Piece
 from memkv.engine.residency import ChunkRef
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
+from memkv.memory.conversation import Conversation, Part, recall
 from memkv.memory.gate import ChosenPolicy, choose_policy
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
@@ -51,28 +52,34 @@ class Answering:
     def start(self, collection: OpenCollection, request: QueryRequest) -> QueryStream:
         """Retrieves and submits; the answer comes through the stream.
 
+        Args:
+            request: with `messages`.
+
         Raises:
-            BadRequestError, ContextTooLong, ServiceUnavailableError: before anything is generated.
+            BadRequestError, ChunkNotFound, ContextTooLong, ServiceUnavailableError: before anything is
+                generated.
         """
         started = time.perf_counter()
         config = self._parts.config.query
         chosen = choose_policy(
             request.policy or config.policy, self._parts.store.catalog, collection.model_digest, config
         )
-        tail_ids = tuple(collection.template.tail_ids(request.query))
+        tail_ids = tuple(collection.template.tail_ids(request.question))
         sampling = self._sampling(request)
-        room = self._room(collection, tail_ids, sampling.max_tokens)
+        conversation = recall(collection, self._retrieval, request.messages[:-1])
+        room = self._room(collection, conversation, tail_ids, sampling.max_tokens)
         found = self._retrieval.search(
-            collection, request.query, request.top_k, request.filter, request.min_score
+            collection, request.question, request.top_k, request.filter, request.min_score
         )
-        mapped = _that_fit(found, room)
+        mapped = _that_fit(_new(found, conversation), room)
         retrieve_ms = _ms_since(started)
-        if not mapped:
+        if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
         generation = self._parts.engine.generate(
             GenerateRequest(
                 prefix=collection.prefix,
-                chunks=_refs(collection, [hit.chunk for hit in mapped]),
+                chunks=(),
+                pieces=_pieces(collection, (*conversation.parts, *mapped)),
                 tail_ids=tail_ids,
                 block_size=collection.row.block_size,
                 policy=chosen.policy,
@@ -83,7 +90,8 @@ class Answering:
             collection.kv,
         )
         submitted_ms = _ms_since(started)
-        question = _Question(request, chosen, mapped, started, retrieve_ms, submitted_ms)
+        earlier = conversation.chunks
+        question = _Question(request, chosen, mapped, started, retrieve_ms, submitted_ms, earlier)
         return QueryStream(question, generation)
 
     def _sampling(self, request: QueryRequest) -> Sampling:
@@ -97,15 +105,25 @@ class Answering:
             stop=tuple(wanted.stop),
         )
 
-    def _room(self, collection: OpenCollection, tail_ids: Sequence[int], max_tokens: int) -> int:
-        """Tokens that chunks may fill. Raises `ContextTooLong` where the question leaves none."""
+    def _room(
+        self,
+        collection: OpenCollection,
+        conversation: Conversation,
+        tail_ids: Sequence[int],
+        max_tokens: int,
+    ) -> int:
+        """Tokens that new chunks may fill. Raises `ContextTooLong` where all else leaves none."""
         context = self._parts.model.spec.max_context
-        room = context - len(collection.row.prefix_ids) - len(tail_ids) - max_tokens
+        earlier = conversation.num_tokens
+        room = context - len(collection.row.prefix_ids) - earlier - len(tail_ids) - max_tokens
         if room < 0:
+            turns, shorten = "", "shorten the question"
+            if earlier:
+                turns, shorten = f"the turns before take {earlier} tokens, ", "leave the oldest turns out"
             raise ContextTooLong(
-                f"the question takes {len(tail_ids)} tokens and its answer up to {max_tokens}; "
+                f"{turns}the question takes {len(tail_ids)} tokens and its answer up to {max_tokens}; "
                 f"the model's context is {context}",
-                hint="shorten the question or ask for fewer max_tokens",
+                hint=f"{shorten} or ask for fewer max_tokens",
             )
         return room
 
@@ -118,6 +136,7 @@ class _Question:
     started: float
     retrieve_ms: float
     submitted_ms: float = 0.0
+    earlier: Sequence[Retrieved] = ()
 
 
 class QueryStream:
@@ -143,10 +162,13 @@ class QueryStream:
                 if event.text:
                     yield OutputDelta(text=event.text)
             result = self._generation.result()
-        citations = cite(result.text, chunks)
+        earlier = [hit.reply for hit in question.earlier]
+        citations = cite(result.text, [*chunks, *earlier])
         for citation in citations:
             yield CitationAdded(citation=citation)
-        yield QueryCompleted(response=self._completed(result, chunks, citations))
+        named = {source.chunk_id for citation in citations for source in citation.sources}
+        cited = [chunk for chunk in earlier if chunk.chunk_id in named]
+        yield QueryCompleted(response=self._completed(result, chunks, citations, cited))
 
     def response(self) -> QueryResponse:
         """Waits for the end. Raises `MemKVError` where generation fails."""
@@ -181,7 +203,11 @@ class QueryStream:
         )
 
     def _completed(
-        self, result: GenerationResult, chunks: list[RetrievedChunk], citations: list[Citation]
+        self,
+        result: GenerationResult,
+        chunks: list[RetrievedChunk],
+        citations: list[Citation],
+        earlier: list[RetrievedChunk],
     ) -> QueryResponse:
         question, usage, timings = self._question, result.usage, result.timings
         assert result.finish_reason != "error", "bug: a failed generation has a result"
@@ -217,6 +243,7 @@ class QueryStream:
                 ttft_ms=question.submitted_ms + timings.ttft_ms,
                 total_ms=_ms_since(question.started),
             ),
+            earlier_chunks=earlier,
         )
 
 
@@ -244,6 +271,12 @@ def cite(answer: str, chunks: Sequence[RetrievedChunk]) -> list[Citation]:
     ]
 
 
+def _new(found: Sequence[Retrieved], conversation: Conversation) -> list[Retrieved]:
+    """Those whose text does not stand in the conversation."""
+    known = {hit.chunk.input_key for hit in conversation.chunks}
+    return [hit for hit in found if hit.chunk.input_key not in known]
+
+
 def _that_fit(found: Sequence[Retrieved], room: int) -> list[Retrieved]:
     """The best chunks that fill at most `room` tokens, each text once, in order of score."""
     distinct: dict[str, Retrieved] = {}
@@ -253,16 +286,16 @@ def _that_fit(found: Sequence[Retrieved], room: int) -> list[Retrieved]:
     return [hit for hit, tokens in zip(distinct.values(), filled, strict=True) if tokens <= room]
 
 
-def _refs(collection: OpenCollection, chunks: Sequence[ChunkRow]) -> tuple[ChunkRef, ...]:
-    """Each knows which of the others stands before it in its document."""
+def _pieces(collection: OpenCollection, parts: Sequence[Part]) -> tuple[Piece, ...]:
+    """Each chunk knows which of the others stands before it in its document."""
+    chunks = [part.chunk for part in parts if isinstance(part, Retrieved)]
     keys = {(chunk.document_id, chunk.ordinal): chunk.input_key for chunk in chunks}
-    return tuple(
-        replace(
-            collection.ref(chunk.input_key, chunk.token_ids),
-            after=keys.get((chunk.document_id, chunk.ordinal - 1), ""),
-        )
-        for chunk in chunks
-    )
+
+    def ref(chunk: ChunkRow) -> ChunkRef:
+        before = keys.get((chunk.document_id, chunk.ordinal - 1), "")
+        return replace(collection.ref(chunk.input_key, chunk.token_ids), after=before)
+
+    return tuple(ref(part.chunk) if isinstance(part, Retrieved) else part for part in parts)
 
 
 def _ms_since(started: float) -> float:

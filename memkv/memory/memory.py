@@ -51,6 +51,7 @@ from memkv.wire import (
     Info,
     Job,
     JobStatus,
+    Message,
     ModelInfo,
     Page,
     PageRequest,
@@ -308,10 +309,11 @@ class Memory:
         """Retrieves and submits before it returns, so that what cannot be answered is refused here.
 
         Raises:
-            CollectionNotFound, FingerprintMismatch, BadRequestError, FilterError, ContextTooLong.
+            CollectionNotFound, ChunkNotFound, FingerprintMismatch, BadRequestError, FilterError,
+            ContextTooLong.
         """
         _validate(request)
-        request = msgspec.structs.replace(request, query=clean_question(request.query))
+        request = _as_conversation(request)
         return self._answering.start(self._collections.by_name(tenant, request.collection), request)
 
     # Store
@@ -365,8 +367,19 @@ def _validate(request: Request) -> None:
     try:
         validate_request(request)
     except Violation as error:
-        hint = error.hint or f"memkv.wire.{type(request).__name__} says what each field may hold"
+        hint = error.hint or "a server describes every field and its limits at /docs"
         raise BadRequestError(str(error), hint=hint) from error
+
+
+def _as_conversation(request: QueryRequest) -> QueryRequest:
+    """The same with clean questions, a single one as `messages` too. Raises `BadRequestError`."""
+    messages = [
+        msgspec.structs.replace(message, content=clean_question(message.content))
+        if message.role == "user"
+        else message
+        for message in request.messages or [Message(role="user", content=request.query)]
+    ]
+    return msgspec.structs.replace(request, query="", messages=messages)
 
 
 def _one_of(choices: Any, word: str) -> Any:

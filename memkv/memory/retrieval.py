@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memkv.errors import ChunkNotFound
 from memkv.memory.collections import OpenCollection
 from memkv.memory.parts import Parts
 from memkv.memory.replies import metadata_reply
-from memkv.store.rows import ChunkRow
+from memkv.store.rows import ChunkRow, FoundChunk
 from memkv.store.search import SearchHit
 from memkv.wire import RetrievedChunk
 
@@ -41,11 +42,20 @@ class Retrieval:
             filter=matching,
             min_score=min_score if min_score is not None else config.min_score,
         )
-        return [_retrieved(hit) for hit in hits]
+        return [_retrieved(hit, hit.score) for hit in hits]
+
+    def recall(self, collection: OpenCollection, ids: Sequence[str]) -> dict[str, Retrieved]:
+        """Chunks that were found earlier, by id; their scores are 0. Raises `ChunkNotFound`."""
+        row = collection.row
+        found = self._parts.store.catalog.chunks_by_ids(row.tenant, row.id, ids)
+        missing = next((chunk_id for chunk_id in ids if chunk_id not in found), None)
+        if missing is not None:
+            raise ChunkNotFound(f"collection {row.name!r} has no chunk {missing!r}")
+        return {chunk_id: _retrieved(each, 0.0) for chunk_id, each in found.items()}
 
 
-def _retrieved(hit: SearchHit) -> Retrieved:
-    chunk, document = hit.chunk, hit.document
+def _retrieved(found: SearchHit | FoundChunk, score: float) -> Retrieved:
+    chunk, document = found.chunk, found.document
     return Retrieved(
         chunk=chunk,
         reply=RetrievedChunk(
@@ -53,7 +63,7 @@ def _retrieved(hit: SearchHit) -> Retrieved:
             document_id=document.id,
             external_id=document.external_id,
             title=document.title,
-            score=hit.score,
+            score=score,
             text=chunk.text,
             start=chunk.start,
             end=chunk.end,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import select
+from sqlalchemy.orm import InstrumentedAttribute
 
 from memkv.store.catalog_chunks import CHUNK_COLUMNS
 from memkv.store.catalog_documents import DOCUMENT_COLUMNS
@@ -16,6 +18,8 @@ from memkv.store.database import Database
 from memkv.store.filters import Filter
 from memkv.store.rows import ChunkRow, DocumentRow, FoundChunk
 from memkv.store.tables import Chunk, Document
+
+T = TypeVar("T", int, str)
 
 
 class SearchStatements:
@@ -46,21 +50,30 @@ class SearchStatements:
 
         The vector index may still hold rows that were deleted: what is not found here was.
         """
-        found: dict[int, FoundChunk] = {}
+        found = self._chunks(tenant, collection_id, Chunk.row_id, row_ids)
+        return {each.chunk.row_id: each for each in found}
+
+    def chunks_by_ids(self, tenant: str, collection_id: str, ids: Sequence[str]) -> dict[str, FoundChunk]:
+        """The chunks among `ids` that are there now, with their documents, by id."""
+        return {each.chunk.id: each for each in self._chunks(tenant, collection_id, Chunk.id, ids)}
+
+    def _chunks(
+        self, tenant: str, collection_id: str, column: InstrumentedAttribute[T], values: Sequence[T]
+    ) -> list[FoundChunk]:
+        found: list[FoundChunk] = []
         width = len(CHUNK_COLUMNS)
         with self._database.read() as connection:
-            for batch in in_batches(row_ids):
+            for batch in in_batches(values):
                 statement = (
                     select(*CHUNK_COLUMNS, *DOCUMENT_COLUMNS)
                     .join(Document, Document.id == Chunk.document_id)
                     .where(
                         Chunk.tenant == tenant,
                         Chunk.collection_id == collection_id,
-                        Chunk.row_id.in_(batch),
+                        column.in_(batch),
                     )
                 )
                 for row in connection.execute(statement):
-                    values = tuple(row)
-                    chunk = ChunkRow(*values[:width])
-                    found[chunk.row_id] = FoundChunk(chunk, DocumentRow(*values[width:]))
+                    columns = tuple(row)
+                    found.append(FoundChunk(ChunkRow(*columns[:width]), DocumentRow(*columns[width:])))
         return found

@@ -174,7 +174,7 @@ def _conversations(
 
 
 def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:
-    """The template's text before, between and behind the marks; None unless they are those of the messages."""
+    """The template's text before, between and behind the marks; None unless they are as in the messages."""
     wanted = [message["content"] for message in messages if message["content"] in _MARKS]
     marks = "|".join(_MARKS)
     return re.split(marks, rendered) if re.findall(marks, rendered) == wanted else None

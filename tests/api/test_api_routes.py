@@ -300,6 +300,51 @@ class TestQueries:
         assert off.answer == answer.answer
         assert off.usage.cached_tokens == 0
 
+    def test_a_conversation(self, http: httpx2.Client, documents: str, collection: str) -> None:
+        for number, text in enumerate((TEXT, f"The harbour of {collection} froze.")):
+            sent = http.put(f"{documents}/{number}", json={"text": text}, params={"wait": 60})
+            assert sent.status_code in (200, 201)
+        body = {"collection": collection, "policy": "exact", "generation": {"max_tokens": 20}}
+        messages: list[dict[str, Any]] = []
+        prefilled, kept = [], 0
+        for question in ("Who kept the lighthouse?", "When was it built?", "When did the harbour freeze?"):
+            asked = {**body, "messages": [*messages, {"role": "user", "content": question}]}
+            answer = reply(http.post("/v1/query", json=asked), 200, QueryResponse)
+            off = reply(http.post("/v1/query", json={**asked, "reuse": "off"}), 200, QueryResponse)
+            assert off.answer == answer.answer
+            assert answer.usage.cached_tokens >= kept
+            kept = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+            prefilled.append(answer.usage.prefilled_tokens)
+            chunk_ids = [chunk.chunk_id for chunk in answer.chunks]
+            assert len(chunk_ids) == (0 if messages else 2)
+            messages += [
+                {"role": "user", "content": question, "chunk_ids": chunk_ids},
+                {"role": "assistant", "content": answer.answer},
+            ]
+        assert max(prefilled[1:]) < prefilled[0]
+        asked = {**body, "messages": [*messages, {"role": "user", "content": "Why?"}]}
+        assert http.delete(f"{documents}/1").status_code == 204
+        gone = problem(http.post("/v1/query", json=asked), 404, "chunk_not_found")
+        assert "chunk_ids" in gone.hint
+        problem(http.post("/v1/query", json={**asked, "stream": True}), 404, "chunk_not_found")
+
+    def test_another_question_over_the_same_chunks(
+        self, http: httpx2.Client, documents: str, collection: str
+    ) -> None:
+        for number, text in enumerate((TEXT, f"The harbour of {collection} froze.")):
+            http.put(f"{documents}/{number}", json={"text": text}, params={"wait": 60})
+        body = {"collection": collection, "policy": "exact", "generation": {"max_tokens": 8}}
+        answers = [
+            reply(http.post("/v1/query", json={**body, "query": query}), 200, QueryResponse)
+            for query in ("Who kept the lighthouse?", "Tell me: who kept the lighthouse?")
+        ]
+        first, second = ([chunk.chunk_id for chunk in answer.chunks] for answer in answers)
+        assert first == second
+        prefix = reply(http.get(f"/v1/collections/{collection}"), 200, Collection).prefix_tokens
+        chunks = sum(chunk.tokens for chunk in answers[1].chunks)
+        question = answers[1].usage.prompt_tokens - prefix - chunks
+        assert answers[1].usage.prefilled_tokens <= question < answers[0].usage.prefilled_tokens
+
     @pytest.mark.parametrize("how", ["body", "header"])
     def test_query_as_events(self, http: httpx2.Client, lighthouse: str, how: str) -> None:
         body: dict[str, Any] = {"query": "Who kept it?", "collection": lighthouse}
@@ -339,6 +384,12 @@ class TestQueries:
         assert problem(http.post("/v1/query", json=long), 413, "context_too_long").hint
         assert problem(http.post("/v1/query", json={**long, "stream": True}), 413, "context_too_long")
         problem(http.post("/v1/query", json={**body, "policy": "guess"}), 400, "bad_request")
+        message = {"role": "user", "content": "q"}
+        problem(http.post("/v1/query", json={**body, "messages": [message]}), 400, "bad_request")
+        problem(http.post("/v1/query", json={"collection": lighthouse}), 400, "bad_request")
+        twice = {"collection": lighthouse, "messages": [message, message]}
+        refused = problem(http.post("/v1/query", json=twice), 400, "bad_request")
+        assert [item.loc for item in refused.errors] == ["messages[1].role"]
         problem(http.post("/v1/query", json={**body, "generation": {"seed": 2**63}}), 400, "bad_request")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from memkv.errors import BadRequestError
 from memkv.text.examples import worked_examples
 from memkv.text.prompt import (
     INSTRUCTION,
@@ -29,6 +30,12 @@ REFUSES_SYSTEM = (
 DROPS_SYSTEM = "{% for m in messages if m['role'] == 'user' %}<start>{{ m['content'] }}<end>{% endfor %}"
 ECHOES = "{{ messages[-1]['content'] }}{{ messages[-1]['content'] }}"
 BROKEN = "{{ messages[0]['content'].no_such_method() }}"
+MOVES_SYSTEM = (  # the system prompt stands in the last question, as Mistral's does
+    "{% for m in messages if m['role'] != 'system' %}{% if m['role'] == 'user' %}<start>"
+    "{% if loop.last and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ m['content'] }}[/]{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"
+)
+THINKS = TRIMMING.replace("model{{ '\n' }}", "model{{ '\n(thought)\n' }}")  # and answers stand without
 LISTS = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
 
 
@@ -100,6 +107,60 @@ def test_any_template_gives_a_prompt(
     control = set(tokenizer.encode_template("<start><end>"))
     assert bool(control & set(template.prefix_ids)) == (form != "plain")
     assert template == PromptTemplate.from_tokenizer(tokenizer, "Be kind.")
+
+
+def test_a_conversation_is_the_rendered_template(smollm2_tokenizer: TextTokenizer) -> None:
+    template = PromptTemplate.from_tokenizer(smollm2_tokenizer)
+    chunks = [chunk_piece(chunk_label("Title"), text) for text in ("Some text.", "More of it.")]
+    first = assembled(template, smollm2_tokenizer.encode(chunks[0]), "Who?")
+    second = [*first, *template.turn_ids(" Ada <|im_end|>."), *smollm2_tokenizer.encode(chunks[1])]
+    third = [*second, *template.tail_ids("When?"), *template.turn_ids("1874"), *template.tail_ids("Why?")]
+    said = [
+        ("system", SYSTEM_PROMPT),
+        ("user", f"{INSTRUCTION}{chunks[0]}\nQuestion: Who?"),
+        ("assistant", " Ada <|im_end|>."),
+        ("user", f"{chunks[1]}\nQuestion: When?"),
+        ("assistant", "1874"),
+        ("user", "\nQuestion: Why?"),
+    ]
+    whole = smollm2_tokenizer.render_chat([{"role": role, "content": text} for role, text in said])
+    assert all_text(smollm2_tokenizer, third) == whole
+    end = smollm2_tokenizer.encode_template("<|im_end|>")[0]
+    assert third.count(end) == 6  # the answer's own is text
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "turn_start"),
+    [
+        (PLAIN_TURNS, "<end>\n<start>user\n"),
+        (TRIMMING, "<end>\n<start>user\n"),
+        (REFUSES_SYSTEM, "<end>\n<start>user\n"),
+        (MOVES_SYSTEM, "<end><start>"),
+        (THINKS, "<end>\n<start>user\n"),
+        (ECHOES, "\n"),
+        (None, "\n"),
+    ],
+)
+def test_a_turn_goes_on_where_the_answer_ended(
+    byte_tokenizer: Callable[..., PreTrainedTokenizerFast], chat_template: str | None, turn_start: str
+) -> None:
+    tokenizer = TextTokenizer(byte_tokenizer(chat_template))
+    template = PromptTemplate.from_tokenizer(tokenizer, "Be kind.")
+    turn = template.turn_ids("Ada <end>")
+    assert all_text(tokenizer, turn) == f"Ada <end>{turn_start}"
+    assert turn[: len("Ada <end>")] == tokenizer.encode("Ada <end>")
+    assert all_text(tokenizer, template.tail_ids("Who?")).endswith(template.answer_start)
+    control = set(tokenizer.encode_template("<start><end>"))
+    assert bool(control & set(turn)) == (template.form != "plain")
+
+
+def test_a_template_that_shows_no_answers_has_no_conversations(
+    byte_tokenizer: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    template = PromptTemplate.from_tokenizer(TextTokenizer(byte_tokenizer(DROPS_SYSTEM)))
+    with pytest.raises(BadRequestError, match="no place for earlier answers") as caught:
+        template.turn_ids("Ada")
+    assert caught.value.hint
 
 
 def test_without_a_system_prompt_there_is_no_system_turn(
