@@ -9,8 +9,15 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from memkv.sdk import plans, requests
-from memkv.sdk.binding import AsyncResource, async_follows, async_lists, async_sends, async_streams
+from memkv.sdk import plans, questions, requests
+from memkv.sdk.binding import (
+    AsyncResource,
+    async_converses,
+    async_follows,
+    async_lists,
+    async_sends,
+    async_streams,
+)
 from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
 from memkv.sdk.replies import Attempts, decode_event, decode_reply, error_of
@@ -59,9 +66,10 @@ class AsyncMemKV(AsyncResource):
 
     info = async_sends(requests.info)
     ready = async_sends(requests.ready)
-    search = async_sends(requests.search)
-    query = async_sends(requests.query)
-    query_stream = async_streams(requests.query)
+    search = async_sends(questions.search)
+    query = async_sends(questions.query)
+    query_stream = async_streams(questions.query)
+    conversation = async_converses(questions.conversation)
 
     def __init__(
         self,

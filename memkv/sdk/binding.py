@@ -12,9 +12,11 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from memkv.errors import MemKVError
 from memkv.sdk.call import Call, Listing
+from memkv.sdk.conversation import Conversation
 from memkv.sdk.pages import AsyncItems, Items
 from memkv.sdk.plans import Plan
 from memkv.sdk.streaming import AnswerStream, AsyncAnswerStream, AsyncEventSource, EventSource
+from memkv.wire import QueryRequest, QueryResponse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +95,13 @@ class streams(_Bound[P, Call[Any]], Generic[P]):  # noqa: N801
         return bound
 
 
+class converses(_Bound[P, QueryRequest], Generic[P]):  # noqa: N801
+    def __get__(self, resource: Resource, owner: type[Resource]) -> Callable[P, Conversation[QueryResponse]]:
+        run = functools.partial(follow, resource._sender)
+        bound: Callable[P, Conversation[QueryResponse]] = self.bind(lambda wanted: Conversation(wanted, run))
+        return bound
+
+
 class async_sends(_Bound[P, Call[T]], Generic[P, T]):  # noqa: N801
     def __get__(self, resource: AsyncResource, owner: type[AsyncResource]) -> Callable[P, Awaitable[T]]:
         bound: Callable[P, Awaitable[T]] = self.bind(resource._sender.send)
@@ -117,6 +126,17 @@ class async_streams(_Bound[P, Call[Any]], Generic[P]):  # noqa: N801
         sender = resource._sender
         bound: Callable[P, AsyncAnswerStream] = self.bind(
             lambda call: AsyncAnswerStream(lambda: sender.open_stream(call))
+        )
+        return bound
+
+
+class async_converses(_Bound[P, QueryRequest], Generic[P]):  # noqa: N801
+    def __get__(
+        self, resource: AsyncResource, owner: type[AsyncResource]
+    ) -> Callable[P, Conversation[Awaitable[QueryResponse]]]:
+        run = functools.partial(async_follow, resource._sender)
+        bound: Callable[P, Conversation[Awaitable[QueryResponse]]] = self.bind(
+            lambda wanted: Conversation(wanted, run)
         )
         return bound
 

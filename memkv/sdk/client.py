@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from memkv.config import Config
-from memkv.sdk import plans, requests
-from memkv.sdk.binding import Resource, Sender, follows, lists, sends, streams
+from memkv.sdk import plans, questions, requests
+from memkv.sdk.binding import Resource, Sender, converses, follows, lists, sends, streams
 from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
 from memkv.sdk.local import LocalSender
@@ -74,9 +74,10 @@ class MemKV(Resource):
 
     info = sends(requests.info)
     ready = sends(requests.ready)
-    search = sends(requests.search)
-    query = sends(requests.query)
-    query_stream = streams(requests.query)
+    search = sends(questions.search)
+    query = sends(questions.query)
+    query_stream = streams(questions.query)
+    conversation = converses(questions.conversation)
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Every request of the SDK, without IO: what it says over HTTP, and which method of a `Memory` it stands for.
+"""Requests of the SDK, without IO: what each says over HTTP, and which method of a `Memory` it stands for.
+
+Those that ask something are in `questions`.
 
 A client sends a `Call` through its transport: an HTTP client, blocking or not, or a memory in this process.
 """
@@ -30,7 +32,6 @@ from memkv.wire import (
     DocumentStatus,
     DocumentUpload,
     Filter,
-    Generation,
     Info,
     Job,
     JobStatus,
@@ -38,12 +39,7 @@ from memkv.wire import (
     Page,
     PageRequest,
     Prefill,
-    QueryRequest,
-    QueryResponse,
     Readiness,
-    Reuse,
-    SearchRequest,
-    SearchResponse,
     StoreStats,
 )
 
@@ -289,83 +285,4 @@ def get_job(job_id: str, *, wait: float = 0.0) -> Call[Job]:
         params=wait_params(wait),
         reply=Job,
         local=lambda memory: memory.wait_job(job_id, wait),
-    )
-
-
-# Search and query
-
-
-def search(
-    query: str,
-    *,
-    collection: str,
-    top_k: int | None = None,
-    filter: Filter | None = None,
-    min_score: float | None = None,
-) -> Call[SearchResponse]:
-    """The chunks nearest to a text."""
-    wanted = SearchRequest(
-        query=query, collection=collection, top_k=top_k, filter=filter, min_score=min_score
-    )
-    return Call(
-        method="POST",
-        path="/v1/search",
-        reply=SearchResponse,
-        body=wanted,
-        local=lambda memory: memory.search(wanted),
-    )
-
-
-def query(
-    query: str,
-    *,
-    collection: str,
-    top_k: int | None = None,
-    filter: Filter | None = None,
-    min_score: float | None = None,
-    policy: str | None = None,
-    reuse: Reuse = "auto",
-    max_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    sample_top_k: int = 0,
-    seed: int | None = None,
-    stop: list[str] | None = None,
-) -> Call[QueryResponse]:
-    """Answers a question from a collection, with citations.
-
-    Args:
-        query: the question.
-        collection: where to look.
-        top_k: chunks to retrieve; the server's default if None.
-        filter: on metadata; `{"lang": "en"}` or the tree of the API.
-        min_score: chunks below it are left out.
-        policy: auto, exact, order, map, head:N, neighbours:N, select:R or mass:P.
-        reuse: `strict` refuses to compute what should have been stored; `off` maps nothing.
-        max_tokens, temperature, top_p, sample_top_k, seed, stop: of the generation; `sample_top_k` is the
-            number of likeliest tokens to draw from, 0 for all.
-    """
-    wanted = QueryRequest(
-        query=query,
-        collection=collection,
-        top_k=top_k,
-        filter=filter,
-        min_score=min_score,
-        policy=policy,
-        reuse=reuse,
-        generation=Generation(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=sample_top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop or [],
-        ),
-    )
-    return Call(
-        method="POST",
-        path="/v1/query",
-        reply=QueryResponse,
-        body=wanted,
-        local=lambda memory: memory.query(wanted),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from memkv.errors import (
     BadRequestError,
+    ChunkNotFound,
     CollectionExists,
     CollectionNotFound,
     ConflictError,
@@ -26,6 +27,7 @@ from memkv.wire import (
     Document,
     Info,
     Job,
+    Message,
     OutputDelta,
     QueryCompleted,
     QueryCreated,
@@ -182,6 +184,46 @@ def test_streams(client: Any, filled: str) -> None:
     assert "".join(e.text for e in events if isinstance(e, OutputDelta)) == stream.response.answer
     finished = client.query_stream("Who kept the lighthouse?", collection=filled, max_tokens=3).finish()
     assert finished.answer == stream.response.answer
+
+
+def test_conversations(client: Any, filled: str) -> None:
+    conversation = client.conversation(filled, max_tokens=3, policy="exact")
+    first = conversation.ask("Who kept the lighthouse?")
+    assert isinstance(first, QueryResponse)
+    assert first.chunks[0].external_id == "port"
+    second = conversation.ask("When was it built?")
+    assert second.chunks == []
+    assert second.usage.prefilled_tokens < first.usage.prompt_tokens < second.usage.cached_tokens
+    assert [message.role for message in conversation.messages] == ["user", "assistant"] * 2
+    assert [message.content for message in conversation.messages[1::2]] == [first.answer, second.answer]
+    with pytest.raises(BadRequestError, match="blank"):
+        conversation.ask(" ")
+    assert len(conversation.messages) == 4
+    plain = [{"role": "user", "content": "Who kept the lighthouse?"}]
+    plain[0]["chunk_ids"] = [chunk.chunk_id for chunk in first.chunks]
+    plain += [
+        {"role": "assistant", "content": first.answer},
+        {"role": "user", "content": "When was it built?"},
+    ]
+    again = client.query(messages=plain, collection=filled, max_tokens=3, policy="exact")
+    assert again.answer == second.answer
+    asked = [*conversation.messages, Message(role="user", content="By whom?")]
+    with client.query_stream(messages=asked, collection=filled, max_tokens=3) as stream:
+        list(stream)
+    assert stream.response.usage.prompt_tokens > second.usage.prompt_tokens
+
+
+def test_messages_that_are_no_conversation(client: Any, filled: str) -> None:
+    question = {"role": "user", "content": "Who?"}
+    gone = [{**question, "chunk_ids": ["chk_none"]}, {"role": "assistant", "content": "Ada"}, question]
+    with pytest.raises(ChunkNotFound, match="chk_none"):
+        client.query(messages=gone, collection=filled)
+    for messages in ([{"role": "user"}], ["Who?"], [question, question], []):
+        with pytest.raises(BadRequestError) as caught:
+            client.query(messages=messages, collection=filled)
+        assert caught.value.hint
+    with pytest.raises(BadRequestError, match="exclude each other"):
+        client.query("Who?", messages=[question], collection=filled)
 
 
 def test_a_stream_that_is_left_early(client: Any, filled: str) -> None:
