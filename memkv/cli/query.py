@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--stream/--no-stream", default=False, help="Print tokens as they come.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.  [default: 128]")
-@click.option("--temperature", type=click.FloatRange(0, 10), default=0.0, help="0: the likeliest token.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, help="0: the likeliest token.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of sampling.")
 @target_options
 @output_options

@@ -153,6 +153,16 @@ def test_unknown_collection(run: Run, models: list[str]) -> None:
     told(result, 1, error="boks", hint="memkv collections")
 
 
+@pytest.mark.parametrize(
+    ("command", "error"), [("query", "the question is empty"), ("search", "query: must not be empty")]
+)
+def test_an_empty_question(run: Run, models: list[str], command: str, error: str) -> None:
+    result = run(command, "", "-c", "books", "-q", "--data-dir", "data", *models)
+    told(result, 2, error=error, hint="")
+    assert "memkv.wire" not in result.stderr
+    assert "`str`" not in result.stderr
+
+
 def test_server_and_embedded_options_together(run: Run) -> None:
     result = run("search", "lamp", "-c", "books", "--url", "http://127.0.0.1:1", "--data-dir", "data")
     assert result.exit_code == 2
