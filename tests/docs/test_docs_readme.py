@@ -103,10 +103,14 @@ def test_every_command_gives_what_is_shown(reader: Reader) -> None:
     assert len(typed) >= 8
     for step in typed:
         reader.type(step)
-    (code,) = blocks(README, "python")
-    printed = reader.run([sys.executable, "-c", reader.at_my_port(code)])
-    assert re.fullmatch(r"(?s).+\n\d+ tokens mapped, \d+ computed\n", printed)
-    assert "blue" in printed
+    client, conversation = (
+        reader.run([sys.executable, "-c", reader.at_my_port(code)]) for code in blocks(README, "python")
+    )
+    counts = r"\d+ tokens mapped, \d+ computed\n"
+    assert re.fullmatch(rf"(?s).+\n{counts}", client)
+    assert "blue" in client
+    assert re.fullmatch(rf"(?s)(.+\n{counts}){{2}}", conversation)
+    assert "Ingrid Moss" in conversation
 
 
 def test_the_commands_for_postgresql(tmp_path: Path) -> None:
