@@ -401,7 +401,7 @@ class QueryResponse(Reply, frozen=True, kw_only=True):
     answer: str
     finish_reason: Literal["stop", "length", "cancelled", "no_match"]
     citations: list[Citation]
-    chunks: list[RetrievedChunk]  # put into the prompt for this question
+    chunks: list[RetrievedChunk]  # put into the prompt for this question, in its order
     usage: Usage
     reuse: ReuseReport
     timings: Timings

@@ -6,21 +6,19 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from memkv.engine.generation import Generation, GenerationResult
-from memkv.engine.request import GenerateRequest, Piece
-from memkv.engine.residency import ChunkRef
+from memkv.engine.request import GenerateRequest
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
-from memkv.memory.conversation import Conversation, Part, recall
+from memkv.memory.conversation import Conversation, pieces_of, recall
 from memkv.memory.gate import ChosenPolicy, choose_policy
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
-from memkv.store.rows import ChunkRow
 from memkv.text.citations import CitableChunk, align
 from memkv.text.tokenizer import StreamDecoder
 from memkv.wire import (
@@ -71,7 +69,7 @@ class Answering:
         found = self._retrieval.search(
             collection, request.question, request.top_k, request.filter, request.min_score
         )
-        mapped = _that_fit(_new(found, conversation), room)
+        mapped = _that_fit(conversation.new_among(found), room)
         retrieve_ms = _ms_since(started)
         if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
@@ -79,7 +77,7 @@ class Answering:
             GenerateRequest(
                 prefix=collection.prefix,
                 chunks=(),
-                pieces=_pieces(collection, (*conversation.parts, *mapped)),
+                pieces=pieces_of(collection, (*conversation.parts, *mapped)),
                 tail_ids=tail_ids,
                 block_size=collection.row.block_size,
                 policy=chosen.policy,
@@ -163,6 +161,8 @@ class QueryStream:
                     yield OutputDelta(text=event.text)
             result = self._generation.result()
         earlier = [hit.reply for hit in question.earlier]
+        laid_out = [index - len(earlier) for index in result.chunk_order]
+        chunks = [chunks[index] for index in laid_out if index >= 0]
         citations = cite(result.text, [*chunks, *earlier])
         for citation in citations:
             yield CitationAdded(citation=citation)
@@ -271,12 +271,6 @@ def cite(answer: str, chunks: Sequence[RetrievedChunk]) -> list[Citation]:
     ]
 
 
-def _new(found: Sequence[Retrieved], conversation: Conversation) -> list[Retrieved]:
-    """Those whose text does not stand in the conversation."""
-    known = {hit.chunk.input_key for hit in conversation.chunks}
-    return [hit for hit in found if hit.chunk.input_key not in known]
-
-
 def _that_fit(found: Sequence[Retrieved], room: int) -> list[Retrieved]:
     """The best chunks that fill at most `room` tokens, each text once, in order of score."""
     distinct: dict[str, Retrieved] = {}
@@ -284,18 +278,6 @@ def _that_fit(found: Sequence[Retrieved], room: int) -> list[Retrieved]:
         distinct.setdefault(hit.chunk.input_key, hit)
     filled = itertools.accumulate(len(hit.chunk.token_ids) for hit in distinct.values())
     return [hit for hit, tokens in zip(distinct.values(), filled, strict=True) if tokens <= room]
-
-
-def _pieces(collection: OpenCollection, parts: Sequence[Part]) -> tuple[Piece, ...]:
-    """Each chunk knows which of the others stands before it in its document."""
-    chunks = [part.chunk for part in parts if isinstance(part, Retrieved)]
-    keys = {(chunk.document_id, chunk.ordinal): chunk.input_key for chunk in chunks}
-
-    def ref(chunk: ChunkRow) -> ChunkRef:
-        before = keys.get((chunk.document_id, chunk.ordinal - 1), "")
-        return replace(collection.ref(chunk.input_key, chunk.token_ids), after=before)
-
-    return tuple(ref(part.chunk) if isinstance(part, Retrieved) else part for part in parts)
 
 
 def _ms_since(started: float) -> float:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memkv.engine.request import Piece
+from memkv.engine.residency import ChunkRef
 from memkv.memory.collections import OpenCollection
 from memkv.memory.retrieval import Retrieval, Retrieved
+from memkv.store.rows import ChunkRow
 from memkv.wire import Message
 
 Part = Retrieved | tuple[int, ...]  # a chunk, or the token ids of a text
@@ -26,6 +29,11 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         return sum(len(part.chunk.token_ids if isinstance(part, Retrieved) else part) for part in self.parts)
+
+    def new_among(self, found: Sequence[Retrieved]) -> list[Retrieved]:
+        """Those whose text does not stand in it."""
+        known = {hit.chunk.input_key for hit in self.chunks}
+        return [hit for hit in found if hit.chunk.input_key not in known]
 
 
 def recall(collection: OpenCollection, retrieval: Retrieval, messages: Sequence[Message]) -> Conversation:
@@ -48,3 +56,15 @@ def recall(collection: OpenCollection, retrieval: Retrieval, messages: Sequence[
                 parts.append(hit)
         parts.append((*template.tail_ids(question.content), *template.turn_ids(answer.content)))
     return Conversation(tuple(parts))
+
+
+def pieces_of(collection: OpenCollection, parts: Sequence[Part]) -> tuple[Piece, ...]:
+    """Parts as the engine takes them; a chunk knows which of the others stands before it in its document."""
+    chunks = [part.chunk for part in parts if isinstance(part, Retrieved)]
+    keys = {(chunk.document_id, chunk.ordinal): chunk.input_key for chunk in chunks}
+
+    def ref(chunk: ChunkRow) -> ChunkRef:
+        before = keys.get((chunk.document_id, chunk.ordinal - 1), "")
+        return replace(collection.ref(chunk.input_key, chunk.token_ids), after=before)
+
+    return tuple(ref(part.chunk) if isinstance(part, Retrieved) else part for part in parts)

@@ -105,6 +105,20 @@ def test_every_policy_takes_part(smol_memory: Memory, policy: str) -> None:
     assert response.reuse.policy.startswith(policy.partition(":")[0])
 
 
+def test_chunks_that_were_reordered_are_named_as_they_stood(smol_memory: Memory) -> None:
+    """So that what the client sends back is the prompt that was answered."""
+    every = {"top_k": 1000, "min_score": -1.0}
+    first = ask(smol_memory, [], QUESTIONS[0], **every)
+    best_first = ask(smol_memory, [], QUESTIONS[3], reuse="off", **every)
+    response = ask(smol_memory, [], QUESTIONS[3], policy="order", **every)
+    stood = [chunk.chunk_id for chunk in response.chunks]
+    assert stood == [chunk.chunk_id for chunk in first.chunks]
+    assert stood != [chunk.chunk_id for chunk in best_first.chunks]
+    turn = ask(smol_memory, said(QUESTIONS[3], response), QUESTIONS[4], **every)
+    kept = response.usage.prompt_tokens + response.usage.completion_tokens - 1
+    assert turn.usage.cached_tokens == kept
+
+
 def test_an_answer_may_cite_a_chunk_of_an_earlier_turn(smol_memory: Memory) -> None:
     """Nothing new is retrieved, so that only the first turn's chunks can be cited."""
     messages = said(QUESTIONS[0], ask(smol_memory, [], QUESTIONS[0]))
@@ -184,6 +198,16 @@ def test_a_chunk_whose_document_is_gone_or_changed_is_refused(tiny: Memory, chan
     left = [id_ for id_ in messages[0].chunk_ids if id_ != first.chunk_id]
     messages[0] = Message(role="user", content="Which lamp?", chunk_ids=left)
     assert first.chunk_id not in {chunk.chunk_id for chunk in ask(tiny, messages, "And then?", "one").chunks}
+
+
+def test_tenants_do_not_see_each_other(tiny: Memory) -> None:
+    tiny._parts.store.catalog.create_tenant("guest")
+    tiny.create_collection(CollectionCreate(name="one", chunk_tokens=32), tenant="guest")
+    tiny.ingest("one", [DocumentCreate(text="Lamp 0 of one burns oil.")], wait=60, tenant="guest")
+    messages = said("Which lamp?", ask(tiny, [], "Which lamp?", "one"))
+    asked = [*messages, Message(role="user", content="And then?")]
+    with pytest.raises(ChunkNotFound):
+        tiny.query(QueryRequest(messages=asked, collection="one"), tenant="guest")
 
 
 def test_a_chunk_named_twice_stands_once(tiny: Memory) -> None:

@@ -310,6 +310,11 @@ def test_no_tenant_sees_another_ones_data(store: Store, collection: CollectionRo
     assert not store.catalog.fail_document("other", accepted.documents[0].document.id, 1, {})
     row_ids = list(range(1, 10))
     assert store.catalog.chunks_by_row_ids("other", collection.id, row_ids) == {}
+    (chunk,) = store.catalog.list_chunks(T, collection.id, mine.id, PageRequest()).rows
+    ids = [chunk.id, "chk_none"]
+    assert store.catalog.chunks_by_ids("other", collection.id, ids) == {}
+    assert store.catalog.chunks_by_ids(T, collection.id, ids)[chunk.id].chunk == chunk
+    assert len(store.catalog.chunks_by_ids(T, collection.id, ids)) == 1
     assert store.catalog.vectors("other", collection.id) is None
     store.delete_collection("other", "papers")
     assert load(store, mine_key) is not None
