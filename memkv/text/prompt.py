@@ -78,7 +78,7 @@ class PromptTemplate:
     form: str
     tokenizer: PromptTokenizer
     answer_start: str  # template text between question and answer
-    turn_start: str | None  # and between an answer and the user's next turn; None where it shows no answers
+    around_answer: tuple[str, str] | None  # blanks in front of an earlier answer, template text behind it
 
     @classmethod
     def from_tokenizer(
@@ -100,7 +100,7 @@ class PromptTemplate:
                 return cls._from_cut(tokenizer, system_prompt, form, cut)
         shown = "".join(f"{example.prompt}\nAnswer: {example.answer}\n\n" for example in examples)
         start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, shown + INSTRUCTION))]
-        return cls(tuple(start), "plain", tokenizer, "\nAnswer:", "\n")
+        return cls(tuple(start), "plain", tokenizer, "\nAnswer:", (" ", "\n"))
 
     @classmethod
     def _from_cut(
@@ -111,7 +111,7 @@ class PromptTemplate:
         ids: list[int] = []
         for head, text in zip(heads, texts, strict=True):
             ids += tokenizer.encode_template(head) + tokenizer.encode(text)
-        return cls(tuple(ids), form, tokenizer, tail, _turn_start(tokenizer))
+        return cls(tuple(ids), form, tokenizer, tail, _around_answer(tokenizer, tail))
 
     def with_primer(self, ids: Sequence[int]) -> PromptTemplate:
         """The same with these tokens at the end of the prefix."""
@@ -124,13 +124,16 @@ class PromptTemplate:
     def turn_ids(self, answer: str) -> list[int]:
         """An answer as it was given, up to where the user's next turn begins.
 
-        Raises `BadRequestError` where the chat template shows no answers.
+        Some tokenizers decode an answer without the blank that its first token has: the template says whether
+        one belongs there. Raises `BadRequestError` where the template shows no answers.
         """
-        if self.turn_start is None:
+        if self.around_answer is None:
             raise BadRequestError(
                 "the model's chat template has no place for earlier answers", hint="ask each question alone"
             )
-        return self.tokenizer.encode(answer) + self._own_ids(self.turn_start)
+        blanks, behind = self.around_answer
+        text = blanks + answer.lstrip(" ") if blanks else answer
+        return self.tokenizer.encode(text) + self._own_ids(behind)
 
     def _own_ids(self, text: str) -> list[int]:
         """Of the template's own text."""
@@ -180,13 +183,16 @@ def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:
     return re.split(marks, rendered) if re.findall(marks, rendered) == wanted else None
 
 
-def _turn_start(tokenizer: PromptTokenizer) -> str | None:
-    """The template's text between an answer and the user's next turn."""
+def _around_answer(tokenizer: PromptTokenizer, answer_start: str) -> tuple[str, str] | None:
+    """Blanks that stand between `answer_start` and an earlier answer, and what leads to the next question."""
     turns = [("user", _USER_MARK), ("assistant", _ANSWER_MARK), ("user", _USER_MARK)]
     messages = [{"role": role, "content": mark} for role, mark in turns]
     rendered = tokenizer.render_chat(messages)
     cut = _cut(rendered, messages) if rendered else None
-    return cut[2] if cut else None
+    if not cut:
+        return None
+    blanks = cut[1].removeprefix(answer_start)
+    return (blanks if not blanks.strip(" ") else "", cut[2])
 
 
 def _joined(system_prompt: str, instruction: str) -> str:

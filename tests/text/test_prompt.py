@@ -35,6 +35,7 @@ MOVES_SYSTEM = (  # the system prompt stands in the last question, as Mistral's 
     "{% if loop.last and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
     "{{ m['content'] }}[/]{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"
 )
+SPACED = MOVES_SYSTEM.replace("{% else %}", "{% else %} ")
 THINKS = TRIMMING.replace("model{{ '\n' }}", "model{{ '\n(thought)\n' }}")  # and answers stand without
 LISTS = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
 
@@ -130,28 +131,42 @@ def test_a_conversation_is_the_rendered_template(smollm2_tokenizer: TextTokenize
 
 
 @pytest.mark.parametrize(
-    ("chat_template", "turn_start"),
+    ("chat_template", "turn"),
     [
-        (PLAIN_TURNS, "<end>\n<start>user\n"),
-        (TRIMMING, "<end>\n<start>user\n"),
-        (REFUSES_SYSTEM, "<end>\n<start>user\n"),
-        (MOVES_SYSTEM, "<end><start>"),
-        (THINKS, "<end>\n<start>user\n"),
-        (ECHOES, "\n"),
-        (None, "\n"),
+        (PLAIN_TURNS, "Ada <end><end>\n<start>user\n"),
+        (TRIMMING, "Ada <end><end>\n<start>user\n"),
+        (REFUSES_SYSTEM, "Ada <end><end>\n<start>user\n"),
+        (MOVES_SYSTEM, "Ada <end><end><start>"),
+        (SPACED, " Ada <end><end><start>"),
+        (THINKS, "Ada <end><end>\n<start>user\n"),
+        (ECHOES, " Ada <end>\n"),
+        (None, " Ada <end>\n"),
     ],
 )
 def test_a_turn_goes_on_where_the_answer_ended(
-    byte_tokenizer: Callable[..., PreTrainedTokenizerFast], chat_template: str | None, turn_start: str
+    byte_tokenizer: Callable[..., PreTrainedTokenizerFast], chat_template: str | None, turn: str
 ) -> None:
     tokenizer = TextTokenizer(byte_tokenizer(chat_template))
     template = PromptTemplate.from_tokenizer(tokenizer, "Be kind.")
-    turn = template.turn_ids("Ada <end>")
-    assert all_text(tokenizer, turn) == f"Ada <end>{turn_start}"
-    assert turn[: len("Ada <end>")] == tokenizer.encode("Ada <end>")
-    assert all_text(tokenizer, template.tail_ids("Who?")).endswith(template.answer_start)
+    ids = template.turn_ids("Ada <end>")
+    assert all_text(tokenizer, ids) == turn
+    said = tokenizer.encode(turn[: turn.index("<end>") + len("<end>")])
+    assert ids[: len(said)] == said  # the answer's own is text
     control = set(tokenizer.encode_template("<start><end>"))
-    assert bool(control & set(turn)) == (template.form != "plain")
+    assert bool(control & set(ids)) == (template.form != "plain")
+
+
+@pytest.mark.parametrize("chat_template", [SPACED.replace("<start>", "").replace("<end>", "</s>"), None])
+def test_an_answer_that_lost_its_blank_is_the_one_that_was_made(
+    fallback_tokenizer: PreTrainedTokenizerFast, chat_template: str | None
+) -> None:
+    chatty = PreTrainedTokenizerFast(
+        tokenizer_object=fallback_tokenizer.backend_tokenizer, unk_token="<unk>", chat_template=chat_template
+    )
+    tokenizer = TextTokenizer(chatty)
+    made = tokenizer.encode(" abc de")
+    assert tokenizer.decode(made) == "abc de"
+    assert PromptTemplate.from_tokenizer(tokenizer).turn_ids("abc de")[: len(made)] == made
 
 
 def test_a_template_that_shows_no_answers_has_no_conversations(
