@@ -150,6 +150,7 @@ class CollectionSettings(Request, frozen=True, kw_only=True):
     block_size: Literal[8, 16, 32] | None = None
     prefill: Prefill | None = None
     system_prompt: Annotated[str, Meta(max_length=16_384)] | None = None
+    primer: bool = False  # whether the prefix ends with some documents, so that no chunk was the first
 
 
 class CollectionCreate(CollectionSettings, frozen=True, kw_only=True):
@@ -181,6 +182,7 @@ class Collection(Reply, frozen=True, kw_only=True):
     block_size: int
     prefill: Prefill
     system_prompt: str
+    primer: bool
     prefix_tokens: int
     counts: CollectionCounts
     kv_bytes: int

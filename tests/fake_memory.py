@@ -149,6 +149,7 @@ class FakeMemory:
                 block_size=wanted.block_size or 16,
                 prefill=wanted.prefill or "eager",
                 system_prompt=wanted.system_prompt or "",
+                primer=wanted.primer,
                 prefix_tokens=1,
                 counts=CollectionCounts(),
                 kv_bytes=0,

@@ -60,6 +60,7 @@ def show(name: str, target: Target, out: Output) -> None:
     help="When chunks are prefilled.  [default: eager]",
 )
 @click.option("--system-prompt", help="What the model is told before the documents.")
+@click.option("--primer", is_flag=True, help="Let documents of memkv's own stand before all others.")
 @click.option("--exist-ok", is_flag=True, help="Not an error where it exists already with the same settings.")
 @target_options
 @output_options
@@ -70,6 +71,7 @@ def create(
     block_size: Literal["8", "16", "32"] | None,
     prefill: Prefill | None,
     system_prompt: str | None,
+    primer: bool,
     exist_ok: bool,
     target: Target,
     out: Output,
@@ -84,6 +86,7 @@ def create(
             block_size=_BLOCK_SIZES[block_size],
             prefill=prefill,
             system_prompt=system_prompt,
+            primer=primer,
         )
     _show(made, out)
 
@@ -116,7 +119,7 @@ def _show(found: Collection, out: Output) -> None:
             ("chunk tokens", found.chunk_tokens),
             ("block size", found.block_size),
             ("prefill", found.prefill),
-            ("prefix tokens", found.prefix_tokens),
+            ("prefix tokens", f"{found.prefix_tokens}{' with primer' if found.primer else ''}"),
             ("documents", f"{found.counts.documents}{f' ({statuses})' if statuses else ''}"),
             ("chunks", found.counts.chunks),
             ("tokens", found.counts.tokens),

@@ -39,14 +39,14 @@ def evaluate() -> None:
 @click.option("--length", type=click.IntRange(16), default=4096, show_default=True, help="Retrieved tokens.")
 @click.option("--chunk-tokens", type=click.IntRange(16), default=256, show_default=True, help="Of one chunk.")
 @click.option("--order", type=click.Choice(["retrieved", "shuffled"]), default="retrieved", show_default=True)
-@click.option("--examples", type=click.IntRange(0, 2), default=0, show_default=True, help="Worked examples.")
 @click.option(
     "--primer",
     type=click.Choice(["none", "stored", "prompt"]),
     default="none",
     show_default=True,
-    help="What chunks are prefilled behind.",
+    help="Whether chunks stand behind the primer; stored: only while they are prefilled.",
 )
+@click.option("--system-prompt", default="", help="Of the collection.  [default: memkv's]")
 @click.option("--timed", type=click.IntRange(0), default=3, show_default=True, help="Prompts timed, by kind.")
 @click.option("--answers", type=click.IntRange(0), default=0, show_default=True, help="Tokens of an answer.")
 @click.option("--group", type=click.IntRange(1), default=1, show_default=True, help="Prompts in a batch.")
@@ -68,8 +68,10 @@ def run(target: Target, out: Output, **options: Any) -> None:
     the added negative log-likelihood of the gold answer, with 95 % intervals, and times to the first token.
     """
     log_warnings_to_stderr()
-    if options["gate"] and options["examples"]:
-        raise BadRequestError("--gate goes by prompts that collections have", hint="leave --examples out")
+    if options["gate"] and (options["primer"] == "stored" or options["order"] != "retrieved"):
+        raise BadRequestError(
+            "--gate goes by prompts that a server makes", hint="leave --order and --primer stored out"
+        )
     output: Path | None = options["output"]
     if output and not output.resolve().parent.is_dir():
         raise BadRequestError(f"{output} is in no directory that exists", hint="make it first")
@@ -89,8 +91,8 @@ def run(target: Target, out: Output, **options: Any) -> None:
                 length=options["length"],
                 chunk_tokens=options["chunk_tokens"],
                 order=options["order"],
-                examples=options["examples"],
                 primer=options["primer"],
+                system_prompt=options["system_prompt"],
                 seed=seed,
             ),
             timed=options["timed"],
@@ -141,7 +143,7 @@ def gate(result: Path, target: Target, out: Output) -> None:
     study = read_study(result)
     passed = _keep(target, study)
     if out.is_json:
-        out.json({"model_digest": study.model_digest, "rows": len(study.rows), "auto": passed})
+        out.json({"fingerprint": study.fingerprint_digest, "rows": len(study.rows), "auto": passed})
     else:
         click.echo(f"kept {len(study.rows)} rows for {study.model}; auto means {passed}")
 
@@ -156,8 +158,9 @@ def _keep(target: Target, study: Study) -> str:
     with Store.open(
         Path(config.store.data_dir), config.store.database_url or None, busy_seconds=config.store.busy_seconds
     ) as store:
-        store.catalog.put_gates(study.model_digest, study.data, rows)
-        return cheapest_that_passed(store.catalog.gates(study.model_digest), config.query).policy.name
+        store.catalog.put_gates(study.fingerprint_digest, rows)
+        kept = store.catalog.gates(study.fingerprint_digest)
+    return cheapest_that_passed(kept, rows[0].chunk_tokens, config.query).policy.name
 
 
 def _write(path: Path, study: Study) -> None:

@@ -20,11 +20,12 @@ from memkv.eval.tasks import Task
 from memkv.kv.fingerprint import token_digest
 from memkv.text.chunker import chunk_text
 from memkv.text.embedder import Embedder, Vectors
-from memkv.text.primer import Primer, primer_ids
+from memkv.text.primer import primer_ids
 from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
 Order = Literal["retrieved", "shuffled"]
+Primer = Literal["none", "stored", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class Form:
         order: "retrieved" takes the distractors that are most like the question and puts the most similar
             chunk first, as a server does; "shuffled" draws both.
         gold_tokens: of a longer answer, so many are scored.
-        examples: worked examples in front of the chunks.
-        primer: whether chunks are prefilled behind the primer, and whether prompts have it too.
+        system_prompt: of the collection; empty: the default one.
+        primer: "prompt" puts the primer at the end of the prefix; "stored" puts it there while chunks are
+            prefilled, and leaves it out of prompts.
         primer_documents: how many of the primer's documents.
     """
 
@@ -60,7 +62,7 @@ class Form:
     chunk_tokens: int = 256
     order: Order = "retrieved"
     gold_tokens: int = 64
-    examples: int = 0
+    system_prompt: str = ""
     primer: Primer = "none"
     primer_documents: int = 8
     seed: int = 0

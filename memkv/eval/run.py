@@ -25,10 +25,8 @@ from memkv.eval.statistics import bootstrap
 from memkv.eval.study import Row, Study
 from memkv.eval.subjects import FULL, EngineSubjects, Scored, Subject, parse_subject
 from memkv.eval.tasks import Task
-from memkv.memory.collections import fingerprint_of
+from memkv.memory.collections import fingerprint_of, template_of
 from memkv.memory.parts import load_embedder, load_language_model
-from memkv.text.examples import worked_examples
-from memkv.text.prompt import PromptTemplate
 from memkv.text.tokenizer import TextTokenizer
 
 Tell = Callable[[str], None]
@@ -81,7 +79,7 @@ def run_evaluation(
     model = load_language_model(config)
     embedder = load_embedder(config)
     tokenizer = TextTokenizer(model.tokenizer)
-    template = PromptTemplate.from_tokenizer(tokenizer, examples=worked_examples()[: plan.form.examples])
+    template = template_of(tokenizer, plan.form.system_prompt)
     tell("cutting and embedding contexts")
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
@@ -100,10 +98,10 @@ def run_evaluation(
         )
         rows = run.rows(prompts, maker)
     gpu = torch.device(model.device).type == "cuda"
-    fingerprint = fingerprint_of(model, layout, maker.prefix.token_ids)
+    fingerprint = fingerprint_of(model, layout, maker.context.token_ids)
     return Study(
         model=model.name,
-        model_digest=fingerprint.model_digest,
+        fingerprint_digest=fingerprint.digest,
         data=data,
         form=asdict(plan.form),
         dtype=model.dtype,

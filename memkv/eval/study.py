@@ -65,14 +65,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes:
-    model_digest: `Fingerprint.model_digest` of the model measured.
+    fingerprint_digest: of a collection whose chunks would be prefilled as these were.
     data: what was asked: a file's name and digest, or how tasks were generated.
     form: how prompts were made.
     device: what computed.
     """
 
     model: str
-    model_digest: Name
+    fingerprint_digest: Name
     data: Name
     form: dict[str, int | str]
     dtype: str
@@ -90,13 +90,15 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises `BadRequestError` where there is none, or where the prompts were not those of collections.
         """
-        if self.form.get("examples"):
+        if self.form.get("primer") == "stored" or self.form.get("order") != "retrieved":
             raise BadRequestError(
-                "worked examples stood in these prompts, and stand in no collection's",
-                hint="measure without --examples",
+                "these prompts are not made as a server makes them",
+                hint="measure with --order retrieved, and without --primer stored",
             )
         rows = [
             GateRow(
+                data=self.data,
+                chunk_tokens=int(self.form["chunk_tokens"]),
                 kind=row.kind,
                 policy=row.policy,
                 questions=row.questions,

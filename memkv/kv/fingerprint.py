@@ -11,7 +11,7 @@ import json
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 FORMAT_VERSION = 1
 NUMERICS = "1"  # raise it when a kernel or the model seam changes what it computes
@@ -50,11 +50,6 @@ class Fingerprint:
     def digest(self) -> str:
         """BLAKE2b-256 of the canonical JSON, 64 hex digits."""
         return hashlib.blake2b(self.canonical_json().encode(), digest_size=32).hexdigest()
-
-    @property
-    def model_digest(self) -> str:
-        """The same over all fields but the prefix: what was measured of a model holds behind any prefix."""
-        return replace(self, prefix_digest="").digest
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:

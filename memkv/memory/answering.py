@@ -60,7 +60,11 @@ class Answering:
         started = time.perf_counter()
         config = self._parts.config.query
         chosen = choose_policy(
-            request.policy or config.policy, self._parts.store.catalog, collection.model_digest, config
+            request.policy or config.policy,
+            self._parts.store.catalog,
+            collection.row.fingerprint_digest,
+            collection.row.max_chunk_tokens,
+            config,
         )
         tail_ids = tuple(collection.template.tail_ids(request.question))
         sampling = self._sampling(request)

@@ -24,7 +24,8 @@ from memkv.memory.parts import Parts
 from memkv.model.loader import LoadedModel
 from memkv.store.chunk_store import ChunkStore, PublishItem
 from memkv.store.rows import CollectionRow, NewCollection
-from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate
+from memkv.text.primer import primer_ids
+from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate, PromptTokenizer
 from memkv.wire import CollectionCreate
 
 _log = structlog.get_logger(__name__)
@@ -40,7 +41,6 @@ class OpenCollection:
     prefix: ChunkRef
     kv: StoredKV
     secret: bytes  # of the tenant
-    model_digest: str  # under which is kept what reuse costs
 
     def key(self, token_ids: Sequence[int]) -> str:
         """The input key of a chunk of these tokens."""
@@ -104,9 +104,9 @@ class Collections:
         self._lock = threading.Lock()
         self._open: dict[str, OpenCollection] = {}
 
-    def template(self, system_prompt: str) -> PromptTemplate:
+    def template(self, system_prompt: str, primer: bool) -> PromptTemplate:
         """The prompt of a collection; an empty system prompt means the default one."""
-        return PromptTemplate.from_tokenizer(self._parts.tokenizer, system_prompt or SYSTEM_PROMPT)
+        return template_of(self._parts.tokenizer, system_prompt, primer)
 
     def layout(self, block_size: int) -> KVLayout:
         spec = self._parts.model.spec
@@ -124,7 +124,7 @@ class Collections:
     def new(self, request: CollectionCreate) -> NewCollection:
         """The row of a collection for the model at hand. Raises `BadRequestError`, `LayoutError`."""
         config, parts = self._parts.config, self._parts
-        template = self.template(request.system_prompt or "")
+        template = self.template(request.system_prompt or "", request.primer)
         layout = self.layout(request.block_size or config.kv.block_size)
         fingerprint = self.fingerprint(layout, template.prefix_ids)
         chunk_tokens = request.chunk_tokens or config.ingest.chunk_tokens
@@ -147,6 +147,7 @@ class Collections:
             prefill=request.prefill or config.ingest.prefill,
             system_prompt=request.system_prompt or "",
             prefix_ids=tuple(template.prefix_ids),
+            primer=request.primer,
             description=request.description,
             metadata=request.metadata,
         )
@@ -171,7 +172,7 @@ class Collections:
             self._open.pop(collection_id, None)
 
     def _build(self, row: CollectionRow) -> OpenCollection:
-        template = self.template(row.system_prompt)
+        template = self.template(row.system_prompt, row.primer)
         layout = self.layout(row.block_size)
         here = self.fingerprint(layout, template.prefix_ids)
         if here.digest != row.fingerprint_digest:
@@ -188,7 +189,7 @@ class Collections:
         kv = StoredKV(self._parts.store.chunks, row, layout)
         prefix = ChunkRef(row.prefix_key, (), tuple(row.prefix_ids))
         secret = self._parts.store.catalog.tenant_secret(row.tenant)
-        return OpenCollection(row, template, layout, prefix, kv, secret, here.model_digest)
+        return OpenCollection(row, template, layout, prefix, kv, secret)
 
 
 def model_of(row: CollectionRow, here: LoadedModel) -> str:
@@ -199,7 +200,15 @@ def model_of(row: CollectionRow, here: LoadedModel) -> str:
 
 def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
     """Raises `ConflictError` where an existing collection is not the one asked for."""
-    names = ("fingerprint_digest", "embedder_digest", "max_chunk_tokens", "prefill", "description")
+    names = (
+        "system_prompt",
+        "primer",
+        "fingerprint_digest",
+        "embedder_digest",
+        "max_chunk_tokens",
+        "prefill",
+        "description",
+    )
     different = [name for name in names if getattr(row, name) != getattr(new, name)]
     if dict(row.metadata) != dict(new.metadata):
         different.append("metadata")
@@ -208,6 +217,12 @@ def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
             f"collection {row.name!r} exists with another {', '.join(different)}",
             hint="ask for it by name alone, or choose another name",
         )
+
+
+def template_of(tokenizer: PromptTokenizer, system_prompt: str = "", primer: bool = False) -> PromptTemplate:
+    """Of a collection with these settings."""
+    template = PromptTemplate.from_tokenizer(tokenizer, system_prompt or SYSTEM_PROMPT)
+    return template.with_primer(primer_ids(tokenizer)) if primer else template
 
 
 def fingerprint_of(model: LoadedModel, layout: KVLayout, prefix_ids: Sequence[int]) -> Fingerprint:

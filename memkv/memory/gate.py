@@ -21,29 +21,44 @@ class ChosenPolicy:
     fallback_reason: str = ""
 
 
-def choose_policy(name: str, catalog: Catalog, model_digest: str, config: QueryConfig) -> ChosenPolicy:
-    """The policy of a name; for `auto`, what the gate says of this model. Raises `BadRequestError`."""
+def choose_policy(
+    name: str, catalog: Catalog, fingerprint_digest: str, chunk_tokens: int, config: QueryConfig
+) -> ChosenPolicy:
+    """The policy of a name; for `auto`, what was measured decides. Raises `BadRequestError`.
+
+    Args:
+        chunk_tokens: of the largest chunks.
+    """
     if name != "auto":
         return ChosenPolicy(parse_policy(name))
-    return cheapest_that_passed(catalog.gates(model_digest), config)
+    return cheapest_that_passed(catalog.gates(fingerprint_digest), chunk_tokens, config)
 
 
-def cheapest_that_passed(gates: Sequence[GateRow], config: QueryConfig) -> ChosenPolicy:
+def cheapest_that_passed(gates: Sequence[GateRow], chunk_tokens: int, config: QueryConfig) -> ChosenPolicy:
     """Of the policies that were measured, the cheapest that passes; `exact` and the reason where none does.
 
-    A policy passes if on every kind of tasks that it was measured on, with at least `gate_questions`
-    questions, it adds at most `gate_dnll` nats a token to the gold answer, at the upper end of the interval.
-    Kinds that the model cannot do with a full prefill are left out.
+    A policy passes if on every kind of tasks that was measured, with at least `gate_questions` questions, it
+    adds at most `gate_dnll` nats a token to the gold answer, at the upper end of the interval. Kinds that the
+    model cannot do with a full prefill are left out. What was measured of larger chunks says nothing: the
+    smaller they are, the more reuse costs.
     """
     if not gates:
-        return ChosenPolicy(Exact(), "no quality gate has been measured for this model, so auto means exact")
+        reason = "no quality gate has been measured for this model and prefix, so auto means exact"
+        return ChosenPolicy(Exact(), reason)
+    gates = [row for row in gates if row.chunk_tokens <= chunk_tokens]
+    if not gates:
+        return ChosenPolicy(Exact(), "the quality gate was measured of larger chunks, so auto means exact")
+    can_do = [row for row in gates if row.accuracy_full >= _CAN_DO]
+    kinds = {(row.data, row.kind) for row in can_do}
     by_policy: dict[str, list[GateRow]] = defaultdict(list)
-    for row in gates:
-        if row.accuracy_full >= _CAN_DO:
-            by_policy[row.policy].append(row)
+    for row in can_do:
+        by_policy[row.policy].append(row)
+    whole = {
+        policy: rows for policy, rows in by_policy.items() if {(row.data, row.kind) for row in rows} == kinds
+    }
     passed = [
         (max(row.fresh for row in rows), policy)
-        for policy, rows in by_policy.items()
+        for policy, rows in whole.items()
         if all(row.questions >= config.gate_questions and row.dnll_high <= config.gate_dnll for row in rows)
     ]
     for _, cheapest in sorted(passed):
@@ -52,6 +67,6 @@ def cheapest_that_passed(gates: Sequence[GateRow], config: QueryConfig) -> Chose
         except BadRequestError:  # measured by a memkv that had it, or a peer
             continue
     close = f"keeps within {config.gate_dnll:g} nats a token"
-    if any(all(row.dnll_high <= config.gate_dnll for row in rows) for rows in by_policy.values()):
+    if any(all(row.dnll_high <= config.gate_dnll for row in rows) for rows in whole.values()):
         close += f" on at least {config.gate_questions} questions of each kind"
     return ChosenPolicy(Exact(), f"no policy that was measured for this model {close}, so auto means exact")

@@ -19,7 +19,7 @@ from memkv.config import Config
 from memkv.engine.reuse import parse_policy, policy_names
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound, MemKVError
 from memkv.memory.answering import Answering, QueryStream
-from memkv.memory.collections import Collections, fingerprint_of, model_of, require_same_settings
+from memkv.memory.collections import Collections, model_of, require_same_settings
 from memkv.memory.gate import choose_policy
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.parts import Parts
@@ -112,7 +112,7 @@ class Memory:
         parts, model = self._parts, self._parts.model
         config = parts.config
         layout = self._collections.layout(config.kv.block_size)
-        digest = fingerprint_of(model, layout, ()).model_digest
+        default = self._collections.new(CollectionCreate(name="default"))
         return Info(
             version=memkv.__version__,
             model=ModelInfo(
@@ -131,7 +131,11 @@ class Memory:
             ),
             policies=policy_names(),
             default_policy=choose_policy(
-                config.query.policy, parts.store.catalog, digest, config.query
+                config.query.policy,
+                parts.store.catalog,
+                default.fingerprint_digest,
+                default.max_chunk_tokens,
+                config.query,
             ).policy.name,
             max_body_bytes=parts.config.server.max_body_bytes,
             threads=asdict(parts.engine.stats().threads),

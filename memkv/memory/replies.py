@@ -48,6 +48,7 @@ def collection_reply(row: CollectionRow, counts: CountsRow, model: str) -> Colle
         block_size=row.block_size,
         prefill="eager" if row.prefill == "eager" else "on_first_use",
         system_prompt=row.system_prompt,
+        primer=row.primer,
         prefix_tokens=len(row.prefix_ids),
         counts=CollectionCounts(
             documents=counts.documents,

@@ -80,6 +80,7 @@ def create_collection(
     block_size: Literal[8, 16, 32] | None = None,
     prefill: Prefill | None = None,
     system_prompt: str | None = None,
+    primer: bool = False,
 ) -> Call[Collection]:
     """Creates a collection. Raises `CollectionExists`."""
     wanted = CollectionCreate(
@@ -90,6 +91,7 @@ def create_collection(
         block_size=block_size,
         prefill=prefill,
         system_prompt=system_prompt,
+        primer=primer,
     )
     return Call(
         method="POST",
@@ -110,6 +112,7 @@ def get_or_create_collection(
     block_size: Literal[8, 16, 32] | None = None,
     prefill: Prefill | None = None,
     system_prompt: str | None = None,
+    primer: bool = False,
 ) -> Call[Collection]:
     """The collection of this name, made if need be. Raises `ConflictError` if it has other settings."""
     wanted = CollectionCreate(
@@ -120,6 +123,7 @@ def get_or_create_collection(
         block_size=block_size,
         prefill=prefill,
         system_prompt=system_prompt,
+        primer=primer,
     )
     return Call(
         method="PUT",

@@ -1,9 +1,9 @@
-"""Statements about what reuse costs a model."""
+"""Statements about what reuse costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from sqlalchemy import delete, insert, select
 
@@ -12,6 +12,8 @@ from memkv.store.database import Database
 from memkv.store.rows import GateRow
 from memkv.store.tables import Gate
 
+_COLUMNS = [getattr(Gate, field.name) for field in fields(GateRow)]
+
 
 class GateStatements:
     """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
@@ -19,22 +21,26 @@ class GateStatements:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def put_gates(self, model_digest: str, data: str, rows: Sequence[GateRow]) -> None:
-        """Replaces everything that was measured of this model on this data."""
+    def put_gates(self, fingerprint_digest: str, rows: Sequence[GateRow]) -> None:
+        """Replaces all that was measured under this fingerprint on the same data and size of chunks."""
         with self._database.write() as transaction:
-            transaction.connection.execute(
-                delete(Gate).where(Gate.model_digest == model_digest, Gate.data == data)
-            )
-            if rows:
-                own = {"model_digest": model_digest, "data": data, "measured_at": now()}
-                transaction.connection.execute(insert(Gate), [{**asdict(row), **own} for row in rows])
+            for data, chunk_tokens in {(row.data, row.chunk_tokens) for row in rows}:
+                transaction.connection.execute(
+                    delete(Gate).where(
+                        Gate.fingerprint_digest == fingerprint_digest,
+                        Gate.data == data,
+                        Gate.chunk_tokens == chunk_tokens,
+                    )
+                )
+            own = {"fingerprint_digest": fingerprint_digest, "measured_at": now()}
+            transaction.connection.execute(insert(Gate), [{**asdict(row), **own} for row in rows])
 
-    def gates(self, model_digest: str) -> list[GateRow]:
-        """All that was measured of this model, on any data."""
+    def gates(self, fingerprint_digest: str) -> list[GateRow]:
+        """All that was measured under this fingerprint."""
         statement = (
-            select(Gate.kind, Gate.policy, Gate.questions, Gate.fresh, Gate.dnll_high, Gate.accuracy_full)
-            .where(Gate.model_digest == model_digest)
-            .order_by(Gate.data, Gate.kind, Gate.policy)
+            select(*_COLUMNS)
+            .where(Gate.fingerprint_digest == fingerprint_digest)
+            .order_by(Gate.data, Gate.chunk_tokens, Gate.kind, Gate.policy)
         )
         with self._database.read() as connection:
             return [GateRow(*row) for row in connection.execute(statement)]

@@ -53,12 +53,16 @@ class GateRow:
     """What a policy cost on tasks of one kind.
 
     Attributes:
+        data: what was asked.
+        chunk_tokens: of the largest chunks.
         fresh: share of the chunks' tokens that were computed for a question.
         dnll_high: upper end of the 95 % interval of what it adds to the gold answer's negative
             log-likelihood, in nats a token, against a full prefill.
         accuracy_full: how often a full prefill answers these tasks; 1 where answers are free text.
     """
 
+    data: str
+    chunk_tokens: int
     kind: str
     policy: str
     questions: int
@@ -80,6 +84,7 @@ class NewCollection:
     prefill: str  # eager | on_first_use
     system_prompt: str
     prefix_ids: tuple[int, ...]
+    primer: bool = False  # whether the prefix ends with the primer
     description: str = ""
     metadata: Mapping[str, object] = field(default_factory=dict)
 
@@ -102,6 +107,7 @@ class CollectionRow:
     system_prompt: str
     prefix_ids: tuple[int, ...]
     prefix_key: str  # the input key of the prefix's own KV
+    primer: bool
     generation: int  # grows with every change of the collection's vectors
     stamp: bytes  # 16 random bytes, new with every generation: tells a restored database from its future
     created_at: datetime

@@ -5,7 +5,7 @@
                                             1 ── n document_values      what filters compare
     tenants 1 ── n kv_files                  one row per file under blocks/, found by input key
     jobs 1 ── n job_items                    history: they outlive what they speak of
-    gates                                    what reuse costs a model, as it was measured
+    gates                                    what reuse costs, as it was measured
 
 `chunks.input_key` and `collections.prefix_key` refer to `kv_files.input_key` without a constraint: KV may be
 missing at any time, it is made again from the tokens.
@@ -20,6 +20,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Dialect,
     Double,
     ForeignKey,
@@ -30,6 +31,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -150,6 +152,7 @@ class Collection(Base):
     block_size: Mapped[int] = mapped_column(Integer)
     prefill: Mapped[str] = mapped_column(PlainText)
     system_prompt: Mapped[str] = mapped_column(PlainText)
+    primer: Mapped[bool] = mapped_column(Boolean, server_default=false())
     prefix_ids: Mapped[tuple[int, ...]] = mapped_column(Tokens)
     prefix_key: Mapped[str] = mapped_column(PlainText, index=True)
     generation: Mapped[int] = mapped_column(BigInteger)
@@ -276,8 +279,9 @@ class JobDocument(Base):
 class Gate(Base):
     __tablename__ = "gates"
 
-    model_digest: Mapped[str] = mapped_column(PlainText, primary_key=True)  # `Fingerprint.model_digest`
+    fingerprint_digest: Mapped[str] = mapped_column(PlainText, primary_key=True)
     data: Mapped[str] = mapped_column(PlainText, primary_key=True)  # what was asked
+    chunk_tokens: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # at most
     kind: Mapped[str] = mapped_column(PlainText, primary_key=True)  # of tasks
     policy: Mapped[str] = mapped_column(PlainText, primary_key=True)
     questions: Mapped[int] = mapped_column(Integer)

@@ -51,21 +51,6 @@ class PromptTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkedExample:
-    """A question about some documents, with its answer. `documents`: titles and texts."""
-
-    documents: tuple[tuple[str, str], ...]
-    question: str
-    answer: str
-
-    @property
-    def prompt(self) -> str:
-        """What stands in the user's turn, as `PromptTemplate` would put it."""
-        pieces = "".join(chunk_piece(chunk_label(title), text) for title, text in self.documents)
-        return f"{INSTRUCTION}{pieces}\nQuestion: {self.question}"
-
-
-@dataclass(frozen=True, slots=True)
 class PromptTemplate:
     """A chat template, rendered once and cut around the place where chunks and question go.
 
@@ -85,21 +70,15 @@ class PromptTemplate:
         cls,
         tokenizer: PromptTokenizer,
         system_prompt: str = SYSTEM_PROMPT,
-        examples: Sequence[WorkedExample] = (),
     ) -> PromptTemplate:
-        """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt.
-
-        Args:
-            examples: turns that go before, each in the form that the prompt itself will have.
-        """
+        """Renders the tokenizer's chat template; one that is missing or unusable gives a plain prompt."""
         system_prompt = system_prompt.strip()
-        for form, messages in _conversations(system_prompt, examples):
+        for form, messages in _conversations(system_prompt):
             rendered = tokenizer.render_chat(messages) if tokenizer.has_chat_template else None
             cut = _cut(rendered, messages) if rendered else None
             if cut:
                 return cls._from_cut(tokenizer, system_prompt, form, cut)
-        shown = "".join(f"{example.prompt}\nAnswer: {example.answer}\n\n" for example in examples)
-        start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, shown + INSTRUCTION))]
+        start = [*tokenizer.start_ids, *tokenizer.encode(_joined(system_prompt, INSTRUCTION))]
         return cls(tuple(start), "plain", tokenizer, "\nAnswer:", (" ", "\n"))
 
     @classmethod
@@ -158,22 +137,12 @@ _SYSTEM_MARK, _USER_MARK, _ANSWER_MARK = "MEMKVSYSTEMMARK", "MEMKVUSERMARK", "ME
 _MARKS = (_SYSTEM_MARK, _USER_MARK, _ANSWER_MARK)
 
 
-def _conversations(
-    system_prompt: str, examples: Sequence[WorkedExample]
-) -> list[tuple[str, list[dict[str, str]]]]:
-    turns = [
-        turn
-        for example in examples
-        for turn in (
-            {"role": "user", "content": example.prompt},
-            {"role": "assistant", "content": example.answer},
-        )
-    ]
-    turns.append({"role": "user", "content": _USER_MARK})
-    folded = ("chat without system role" if system_prompt else "chat", turns)
+def _conversations(system_prompt: str) -> list[tuple[str, list[dict[str, str]]]]:
+    asked = {"role": "user", "content": _USER_MARK}
     if not system_prompt:
-        return [folded]
-    return [("chat", [{"role": "system", "content": _SYSTEM_MARK}, *turns]), folded]
+        return [("chat", [asked])]
+    told = {"role": "system", "content": _SYSTEM_MARK}
+    return [("chat", [told, asked]), ("chat without system role", [asked])]
 
 
 def _cut(rendered: str, messages: list[dict[str, str]]) -> list[str] | None:

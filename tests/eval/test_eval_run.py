@@ -115,8 +115,10 @@ def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
     gates = study.gate_rows()
     assert {row.policy for row in gates} == set(POLICIES)
     assert all(row.questions == 2 for row in gates)
-    with pytest.raises(BadRequestError, match="no collection"):
-        msgspec.structs.replace(study, form={**study.form, "examples": 1}).gate_rows()
+    assert {row.chunk_tokens for row in gates} == {study.form["chunk_tokens"]}
+    for other in ({"primer": "stored"}, {"order": "shuffled"}):
+        with pytest.raises(BadRequestError, match="as a server makes them"):
+            msgspec.structs.replace(study, form={**study.form, **other}).gate_rows()
     with pytest.raises(BadRequestError, match="no policy was measured"):
         msgspec.structs.replace(study, rows=rows(study, "full")).gate_rows()
 
@@ -168,7 +170,11 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
     refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "no file" in refused.output
-    for wrong in (["--gate", "--examples", "1"], ["--output", str(tmp_path / "none" / "x.json")]):
+    for wrong in (
+        ["--gate", "--primer", "stored"],
+        ["--gate", "--order", "shuffled"],
+        ["--output", str(tmp_path / "none" / "x.json")],
+    ):
         refused = runner.invoke(main, ["eval", "run", *common, *wrong])
         assert refused.exit_code == 2
 

@@ -10,8 +10,7 @@ import pytest
 from memkv.config import QueryConfig
 from memkv.engine.reuse import Exact
 from memkv.errors import BadRequestError
-from memkv.kv.fingerprint import Fingerprint
-from memkv.memory.gate import cheapest_that_passed
+from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, choose_policy
 from memkv.store import Store
 from memkv.store.rows import GateRow
 from memkv.wire import CollectionCreate, DocumentCreate, QueryRequest
@@ -20,12 +19,16 @@ CONFIG = QueryConfig()
 
 
 def gate(policy: str, dnll_high: float, **changes: object) -> GateRow:
-    row = GateRow(kind="real", policy=policy, questions=150, fresh=0.2, dnll_high=dnll_high)
+    row = GateRow("tasks", 256, "real", policy, questions=150, fresh=0.2, dnll_high=dnll_high)
     return replace(row, **changes)  # type: ignore[arg-type]
 
 
+def chosen_of(rows: list[GateRow], config: QueryConfig = CONFIG, chunk_tokens: int = 256) -> ChosenPolicy:
+    return cheapest_that_passed(rows, chunk_tokens, config)
+
+
 def test_nothing_measured_means_exact_and_says_so() -> None:
-    chosen = cheapest_that_passed([], CONFIG)
+    chosen = chosen_of([])
     assert isinstance(chosen.policy, Exact)
     assert "measured" in chosen.fallback_reason
 
@@ -36,59 +39,59 @@ def test_the_cheapest_that_passes_is_taken() -> None:
         gate("select:0.3", 0.09, fresh=0.3),
         gate("mass:0.8", 0.1, fresh=0.13),
     ]
-    chosen = cheapest_that_passed(rows, CONFIG)
+    chosen = chosen_of(rows)
     assert (chosen.policy.name, chosen.fallback_reason) == ("mass:0.8", "")
 
 
 def test_a_policy_passes_only_on_every_kind() -> None:
     rows = [gate("map", 0.05), gate("map", 0.2, kind="needle")]
-    chosen = cheapest_that_passed(rows, CONFIG)
+    chosen = chosen_of(rows)
     assert isinstance(chosen.policy, Exact)
     assert "0.1 nats" in chosen.fallback_reason
 
 
 def test_tasks_that_the_model_cannot_do_are_left_out() -> None:
     rows = [gate("map", 0.05), gate("map", 0.9, kind="riddles", accuracy_full=0.4)]
-    assert cheapest_that_passed(rows, CONFIG).policy.name == "map"
-    assert isinstance(cheapest_that_passed(rows[1:], CONFIG).policy, Exact)
+    assert chosen_of(rows).policy.name == "map"
+    assert isinstance(chosen_of(rows[1:]).policy, Exact)
 
 
 def test_few_questions_prove_nothing_and_it_is_said() -> None:
-    chosen = cheapest_that_passed([gate("map", 0.0, questions=99)], CONFIG)
+    chosen = chosen_of([gate("map", 0.0, questions=99)])
     assert isinstance(chosen.policy, Exact)
     assert "100 questions" in chosen.fallback_reason
-    worse = cheapest_that_passed([gate("map", 0.5, questions=9)], CONFIG)
+    worse = chosen_of([gate("map", 0.5, questions=9)])
     assert "questions" not in worse.fallback_reason
 
 
 def test_a_peer_that_passed_is_not_served() -> None:
     rows = [gate("cacheblend:0.3", 0.01, fresh=0.1), gate("head:2", 0.05, fresh=0.2)]
-    assert cheapest_that_passed(rows, CONFIG).policy.name == "head:2"
+    assert chosen_of(rows).policy.name == "head:2"
 
 
 def test_the_margin_is_configured() -> None:
     rows = [gate("map", 0.3)]
-    assert cheapest_that_passed(rows, replace(CONFIG, gate_dnll=0.3)).policy.name == "map"
+    assert chosen_of(rows, replace(CONFIG, gate_dnll=0.3)).policy.name == "map"
 
 
-def test_a_models_digest_forgets_the_prefix_and_nothing_else() -> None:
-    one = Fingerprint("w", "t", "a", "r", "l", 1, 1, 8, 16, "bfloat16", "float32", "p")
-    assert one.model_digest == replace(one, prefix_digest="q").model_digest
-    assert one.model_digest != one.digest
-    for field, other in {
-        "weights_digest": "x",
-        "kv_dtype": "float32",
-        "block_size": 8,
-        "numerics": "z",
-    }.items():
-        assert one.model_digest != replace(one, **{field: other}).model_digest
+def test_a_policy_passes_only_where_it_was_measured_on_all_that_was() -> None:
+    rows = [gate("map", 0.05), gate("select:0.3", 0.05), gate("select:0.3", 0.09, kind="needle")]
+    assert chosen_of(rows).policy.name == "select:0.3"
+    elsewhere = [gate("map", 0.05), gate("select:0.3", 0.05), gate("select:0.3", 0.05, data="other")]
+    assert chosen_of(elsewhere).policy.name == "select:0.3"
+
+
+def test_what_was_measured_of_larger_chunks_says_nothing() -> None:
+    rows = [gate("map", 0.05)]
+    assert chosen_of(rows, chunk_tokens=512).policy.name == "map"
+    smaller = chosen_of(rows, chunk_tokens=128)
+    assert isinstance(smaller.policy, Exact)
+    assert "larger chunks" in smaller.fallback_reason
 
 
 def test_an_unknown_name_is_refused() -> None:
-    from memkv.memory.gate import choose_policy
-
     with pytest.raises(BadRequestError, match="unknown reuse policy"):
-        choose_policy("zz", None, "", CONFIG)  # type: ignore[arg-type]
+        choose_policy("zz", None, "", 256, CONFIG)  # type: ignore[arg-type]
 
 
 def test_auto_takes_what_passed_for_this_model_and_no_other(open_memory, tmp_path: Path) -> None:
@@ -104,14 +107,14 @@ def test_auto_takes_what_passed_for_this_model_and_no_other(open_memory, tmp_pat
 
     with Store.open(tmp_path / "data") as store:
         row = store.catalog.get_collection("default", "c")
-        digest = Fingerprint.from_json(row.fingerprint_json).model_digest
-        store.catalog.put_gates("another model", "tasks", [gate("map", 0.01)])
+        store.catalog.put_gates("another fingerprint", [gate("map", 0.01)])
     memory = open_memory()
     assert memory.query(question).reuse.policy == "exact"
     memory.close()
 
     with Store.open(tmp_path / "data") as store:
-        store.catalog.put_gates(digest, "tasks", [gate("map", 0.01, fresh=0.0), gate("head:1", 0.01)])
+        cheap = gate("map", 0.01, fresh=0.0)
+        store.catalog.put_gates(row.fingerprint_digest, [cheap, gate("head:1", 0.01)])
     memory = open_memory()
     served = memory.query(question).reuse
     assert (served.policy, served.fallback_reason) == ("map", "")

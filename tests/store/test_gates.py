@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memkv.store import Store
 from memkv.store.rows import GateRow
 
-MAP = GateRow("needle", "map", 200, 0.0, 0.7, 0.9)
-SELECT = GateRow("needle", "select:0.2", 200, 0.2, 0.08, 0.9)
+MAP = GateRow("tasks.jsonl", 256, "needle", "map", 200, 0.0, 0.7, 0.9)
+SELECT = replace(MAP, policy="select:0.2", fresh=0.2, dnll_high=0.08)
+OTHER = replace(MAP, data="other.jsonl")
+SMALL = replace(MAP, chunk_tokens=64)
 
 
-def test_gates_are_kept_by_model_and_data(store: Store) -> None:
+def test_gates_are_kept_by_fingerprint_data_and_size_of_chunks(store: Store) -> None:
     catalog = store.catalog
-    assert catalog.gates("model a") == []
-    catalog.put_gates("model a", "tasks.jsonl", [SELECT, MAP])
-    catalog.put_gates("model b", "tasks.jsonl", [MAP])
-    assert catalog.gates("model a") == [MAP, SELECT]
-    catalog.put_gates("model a", "other.jsonl", [MAP])
-    assert catalog.gates("model a") == [MAP, MAP, SELECT]
+    assert catalog.gates("one") == []
+    catalog.put_gates("one", [SELECT, MAP])
+    catalog.put_gates("two", [MAP])
+    assert catalog.gates("one") == [MAP, SELECT]
+    catalog.put_gates("one", [OTHER])
+    catalog.put_gates("one", [SMALL])
+    assert catalog.gates("one") == [OTHER, SMALL, MAP, SELECT]
 
 
 def test_a_new_measurement_replaces_the_old_one_whole(store: Store) -> None:
-    store.catalog.put_gates("model", "tasks.jsonl", [MAP, SELECT])
-    store.catalog.put_gates("model", "tasks.jsonl", [MAP])
-    assert store.catalog.gates("model") == [MAP]
-    store.catalog.put_gates("model", "tasks.jsonl", [])
-    assert store.catalog.gates("model") == []
+    store.catalog.put_gates("one", [MAP, SELECT, SMALL])
+    store.catalog.put_gates("one", [MAP])
+    assert store.catalog.gates("one") == [SMALL, MAP]

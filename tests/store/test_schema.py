@@ -91,12 +91,13 @@ def test_an_unknown_schema_is_refused_with_a_way_out(empty_url: str | None, tmp_
 def test_an_older_schema_waits_for_the_word_to_upgrade(
     empty_url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Store.open(tmp_path, empty_url).close()
+    with Store.open(tmp_path, empty_url) as store:
+        head = store.recovery.schema.head
     # A later memkv: the same migrations and one more, which does nothing.
     newer = tmp_path / "newer"
     newer.mkdir()
-    (newer / "0003_next.py").write_text(
-        'revision = "0003"\ndown_revision = "0002"\ndef upgrade(): pass\ndef downgrade(): pass\n'
+    (newer / "next.py").write_text(
+        f'revision = "next"\ndown_revision = "{head}"\ndef upgrade(): pass\ndef downgrade(): pass\n'
     )
     plain = schema._config
 
@@ -108,11 +109,11 @@ def test_an_older_schema_waits_for_the_word_to_upgrade(
         return config
 
     monkeypatch.setattr(schema, "_config", config_with_one_more)
-    with pytest.raises(MigrationNeeded, match="0002") as caught:
+    with pytest.raises(MigrationNeeded, match=head) as caught:
         Store.open(tmp_path, empty_url)
     assert "memkv db upgrade" in caught.value.hint
     with Store.open(tmp_path, empty_url, upgrade=True) as store:
-        assert (store.recovery.schema.current, store.recovery.schema.head) == ("0002", "0003")
+        assert (store.recovery.schema.current, store.recovery.schema.head) == (head, "next")
         assert schema_revision(store.database).is_current
     Store.open(tmp_path, empty_url).close()
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from memkv.errors import BadRequestError
-from memkv.text.examples import worked_examples
+from memkv.text.primer import primer_ids
 from memkv.text.prompt import (
     INSTRUCTION,
     MAX_TITLE,
@@ -213,28 +213,17 @@ def test_a_label_is_one_short_line(title: str, label: str) -> None:
     assert chunk_label(title) == label
 
 
-def test_an_examples_turn_has_the_form_of_the_prompt_itself(smollm2_tokenizer: TextTokenizer) -> None:
-    example = worked_examples()[0]
-    template = PromptTemplate.from_tokenizer(smollm2_tokenizer)
-    chunks = "".join(chunk_piece(chunk_label(title), text) for title, text in example.documents)
-    ids = assembled(template, smollm2_tokenizer.encode(chunks), example.question)
-    shown = PromptTemplate.from_tokenizer(smollm2_tokenizer, examples=[example])
-    whole = all_text(smollm2_tokenizer, list(shown.prefix_ids))
-    assert whole.startswith(all_text(smollm2_tokenizer, ids) + example.answer)
-    assert whole.endswith(INSTRUCTION)
-    assert shown.tail_ids("Who?") == template.tail_ids("Who?")
-
-
-def test_examples_stand_in_every_form_of_prompt(
+def test_a_primer_is_documents_at_the_end_of_the_prefix(
     byte_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
-    examples = worked_examples()
-    assert len(examples) == 2
     for chat_template in (PLAIN_TURNS, REFUSES_SYSTEM, None):
         tokenizer = TextTokenizer(byte_tokenizer(chat_template))
-        template = PromptTemplate.from_tokenizer(tokenizer, examples=examples)
-        text = all_text(tokenizer, list(template.prefix_ids))
-        for example in examples:
-            assert example.answer in text
-            assert len(example.documents) == 4
-            assert all(body in text for _, body in example.documents)
+        template = PromptTemplate.from_tokenizer(tokenizer)
+        primed = template.with_primer(primer_ids(tokenizer))
+        text = all_text(tokenizer, list(primed.prefix_ids))
+        assert text.startswith(all_text(tokenizer, list(template.prefix_ids)))
+        assert text.count("\nDocument: ") == 8
+        assert "\nDocument: Bread\nBread is made from flour" in text and text.endswith("they are warm.\n")
+        two = all_text(tokenizer, list(primer_ids(tokenizer, 2)))
+        assert two.count("\nDocument: ") == 2 and two in text
+        assert primed.tail_ids("Who?") == template.tail_ids("Who?")
