@@ -99,7 +99,8 @@ Attention make_attention(const PagedCache& cache,
                          float softcap,
                          int window,
                          uintptr_t lse,
-                         uintptr_t block_mass) {
+                         uintptr_t block_mass,
+                         bool all_digits) {
   return {cache,
           plan,
           q,
@@ -112,6 +113,7 @@ Attention make_attention(const PagedCache& cache,
           softcap,
           window,
           pointer<float>(lse),
+          all_digits,
           pointer<float>(block_mass)};
 }
 
@@ -142,7 +144,8 @@ void add_cuda(nb::module_& m) {
         arg("softcap"),
         arg("window"),
         arg("lse"),
-        arg("block_mass"));
+        arg("block_mass"),
+        arg("all_digits"));
   m.def("cuda_built", &cuda::built);
   m.def(
       "cuda_loop_shape",
@@ -203,7 +206,51 @@ void add_cuda(nb::module_& m) {
       arg("grid"),
       arg("warps"),
       arg("stages"));
+  m.def(
+      "cuda_share",
+      [](cuda::Work work,
+         uintptr_t slots,
+         uintptr_t rows,
+         uintptr_t kept,
+         int32_t own_rows,
+         int32_t kept_rows,
+         int32_t tile_tokens,
+         bool of_groups) {
+        work.shared = {pointer<int32_t>(slots),
+                       pointer<cuda::SharedRow>(rows),
+                       pointer<float>(kept),
+                       own_rows,
+                       kept_rows,
+                       tile_tokens,
+                       of_groups};
+        return work;
+      },
+      arg("work"),
+      arg("slots"),
+      arg("rows"),
+      arg("kept"),
+      arg("own_rows"),
+      arg("kept_rows"),
+      arg("tile_tokens"),
+      arg("of_groups"));
   m.def("cuda_plan_work", &cuda::plan_work, arg("plan"), arg("work"), arg("stream"), release());
+  m.def(
+      "cuda_plan_shared",
+      [](const StepPlan& plan,
+         const cuda::Work& work,
+         int block_size,
+         int32_t least_rows,
+         int32_t least_saved,
+         cuda::Stream stream) {
+        cuda::plan_shared(plan, work, block_size, {least_rows, least_saved}, stream);
+      },
+      arg("plan"),
+      arg("work"),
+      arg("block_size"),
+      arg("least_rows"),
+      arg("least_saved"),
+      arg("stream"),
+      release());
   m.def(
       "cuda_turn_rows",
       [](uintptr_t segments,
@@ -260,12 +307,18 @@ void add_cuda(nb::module_& m) {
       arg("overlap"),
       arg("stream"),
       release());
-  m.def("cuda_add_block_mass",
-        &cuda::add_block_mass,
-        arg("call"),
-        arg("work"),
-        arg("stream"),
-        release());
+  m.def("cuda_join_shared", &cuda::join_shared, arg("call"), arg("work"), arg("stream"), release());
+  m.def(
+      "cuda_add_block_mass",
+      [](const Attention& call, const cuda::Work& work, int loop, bool exact, cuda::Stream stream) {
+        cuda::add_block_mass(call, work, cuda::Loop(loop), exact, stream);
+      },
+      arg("call"),
+      arg("work"),
+      arg("loop"),
+      arg("exact"),
+      arg("stream"),
+      release());
   m.def(
       "cuda_read_memory",
       [](uintptr_t data, int64_t bytes, uintptr_t sink, cuda::Stream stream) {
@@ -377,7 +430,8 @@ NB_MODULE(_kernels, m) {
                                        softcap,
                                        window,
                                        lse,
-                                       block_mass));
+                                       block_mass,
+                                       true));
       },
       arg("cache"),
       arg("plan"),

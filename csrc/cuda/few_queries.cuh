@@ -18,11 +18,14 @@
 // that are all 1 give exactly 1. A query is kept as two bfloat16 terms, 16 digits, as turning it
 // makes more digits than it had; float32 queries and their weights as three.
 //
+// With kMass the loop ends at the weights: rows know their log-sum-exp, V is not read, and what is
+// stored is the mass of each block (FewMass).
+//
 // Bytes moved per token and kv head: 4 * head_dim. The turned query lies in shared memory, in the
 // very order in which its lane reads it.
 #pragma once
 
-#include "rows.cuh"
+#include "merge.cuh"
 
 namespace memkv::cuda {
 
@@ -78,6 +81,83 @@ class StageCursor {
   int first_run_;
   StageRun at_;
   int end_;
+};
+
+// The softmax mass that each block receives from a tile's rows, which know their log-sum-exp. A
+// stage is one warp's: it adds up tokens across lanes, then rows of the same head, and stores.
+template <int kTiles>
+class FewMass {
+ public:
+  // scratch: a float for each row, of this warp.
+  __device__ __forceinline__ FewMass(
+      const Attention& call, const Work& work, const QueryTile& tile, int kv_head, void* scratch)
+      : call_(call),
+        work_(work),
+        tile_(tile),
+        kv_head_(kv_head),
+        rows_(static_cast<float*>(scratch)) {}
+
+  // Of this lane's rows, in units of log2. A row that sees nothing has weights of 0 whatever it is.
+  __device__ __forceinline__ void read_lse(float (&lse)[kTiles][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      const RowPlace place = place_of(work_, tile_, kv_head_, min(row, tile_.num_rows - 1));
+      lse[i / 2][i % 2] =
+          finite_or_zero(call_.lse[place.token * call_.num_heads + place.head]) * kLog2E;
+    }
+  }
+
+  // Scores of 16 tokens, as a fragment.
+  __device__ __forceinline__ void add(int tile,
+                                      const float (&score)[4],
+                                      const float (&lse)[2],
+                                      bool first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float weight = exp2_of(score[i] - lse[i % 2]);
+      mass_[tile][i] = first ? weight : mass_[tile][i] + weight;
+    }
+  }
+
+  // The stage is complete; first_token: its first in the segment.
+  __device__ __forceinline__ void store(const Segment& segment, int first_token) {
+    const int lane = threadIdx.x % 32, block_size = call_.cache.block_size;
+    const int blocks = block_size == 8 ? 2 : 1;
+    for (int block = 0; block < blocks; ++block) {
+      if (first_token + block * 8 >= segment.num_tokens) break;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const float(&of)[4] = mass_[i / 2];
+        float sum = blocks == 1  ? of[i % 2] + of[i % 2 + 2]
+                    : block == 0 ? of[i % 2]
+                                 : of[i % 2 + 2];
+#pragma unroll
+        for (int across = 4; across < 32; across *= 2) {
+          sum += __shfl_xor_sync(kAllLanes, sum, across);
+        }
+        if (lane < 4) rows_[i / 2 * 8 + lane * 2 + i % 2] = sum;
+      }
+      __syncwarp();
+      const int group = work_.shape.group;
+      if (lane < min(group, tile_.num_rows)) {
+        float sum = 0.0f;
+        for (int row = lane; row < tile_.num_rows; row += group) sum += rows_[row];
+        const int head = kv_head_ * group + (tile_.first_head + lane) % group;
+        call_.block_mass[(int64_t{tile_.index} * call_.num_heads + head) * call_.plan.num_entries +
+                         segment.first_entry + first_token / block_size + block] = sum;
+      }
+    }
+  }
+
+ private:
+  const Attention& call_;
+  const Work& work_;
+  const QueryTile& tile_;
+  int kv_head_;
+  float* rows_;
+  float mass_[kTiles][4];
 };
 
 template <typename T, int kHeadDim, int kTiles, int kTerms>
@@ -169,7 +249,8 @@ class BlockList {
   StageBlocks mine_;
 };
 
-// One warp's stages in flight.
+// One warp's stages in flight: K and V of each, or K only (kParts 1).
+template <int kParts>
 class StageRing {
  public:
   __device__ __forceinline__
@@ -183,21 +264,21 @@ class StageRing {
         slot_(0),
         parity_(0) {}
 
-  __device__ __forceinline__ uint32_t keys() const { return data_ + slot_ * 2 * stage_bytes_; }
+  __device__ __forceinline__ uint32_t keys() const { return data_ + slot_ * kParts * stage_bytes_; }
   __device__ __forceinline__ uint32_t values() const { return keys() + stage_bytes_; }
 
   // Asks for the K (part 0) or V (part 1) of a stage, `ahead` slots on.
   __device__ __forceinline__ void ask(int part, int ahead, const StageBlocks& blocks, int kv_head) {
     int slot = slot_ + ahead;
     if (slot >= stages_) slot -= stages_;
-    const uint32_t to = data_ + (2 * slot + part) * stage_bytes_;
+    const uint32_t to = data_ + (kParts * slot + part) * stage_bytes_;
     const char* base =
         static_cast<const char*>(part == 0 ? cache_.k : cache_.v) + int64_t{kv_head} * block_bytes_;
     const int64_t stride = (part == 0 ? cache_.k_block_stride : cache_.v_block_stride) * 2;
     const int count = blocks.id[1] >= 0 ? 2 : 1;
 #ifdef MEMKV_BULK_COPY
     if (threadIdx.x % 32 == 0) {
-      const uint32_t barrier = barriers_ + (2 * slot + part) * 8;
+      const uint32_t barrier = barriers_ + (kParts * slot + part) * 8;
       barrier_expect(barrier, count * block_bytes_);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -226,12 +307,12 @@ class StageRing {
 
   __device__ __forceinline__ void wait(int part) const {
 #ifdef MEMKV_BULK_COPY
-    barrier_wait(barriers_ + (2 * slot_ + part) * 8, (parity_ >> slot_) & 1);
+    barrier_wait(barriers_ + (kParts * slot_ + part) * 8, (parity_ >> slot_) & 1);
 #else
-    // 2 * stages_ - 1 asked for later may still be under way.
-    if (stages_ >= 3) {
+    // kParts * stages_ - 1 asked for later may still be under way.
+    if (kParts * stages_ >= 6) {
       copy_async_wait<5>();
-    } else if (stages_ == 2) {
+    } else if (kParts * stages_ == 4) {
       copy_async_wait<3>();
     } else {
       copy_async_wait<1>();
@@ -264,6 +345,17 @@ __device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int 
   } while (at.of.unit_length == 0);
 }
 
+// Behind the part of a range that was of one unit. `start` is the warp's own.
+__device__ __forceinline__ void next_part(const Work& work,
+                                          RangeStart& start,
+                                          int& left,
+                                          int taken) {
+  left -= taken;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) next_unit(work, start, left);
+  __syncwarp();
+}
+
 // Elements of a 16-token tile at or past `valid`, where memory may hold anything, become 0.
 __device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
   const int token = lane % 4 * 2;
@@ -277,7 +369,7 @@ __device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
   f.r[3] &= high;
 }
 
-template <typename T, int kHeadDim, int kTiles, int kTerms>
+template <typename T, int kHeadDim, int kTiles, int kTerms, bool kMass>
 __global__ void __launch_bounds__(kMostFewWarps * 32,
                                   FewQueries<T, kHeadDim, kTiles, kTerms>::kBlocksAtOnce)
     few_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
@@ -288,6 +380,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
   const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
   const int num_warps = blockDim.x / 32, num_stages = work.stages;
+  const int num_slots = kMass ? 2 * num_stages : num_stages;  // of the ring: K only takes half
   const typename Loop::Layout at(num_warps, num_stages, stage_tokens);
   uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kQueryBytes);
   float* const rows = reinterpret_cast<float*>(shared + at.rows);
@@ -304,11 +397,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   fence_for_copies();
   __syncwarp();
 #endif
-  StageRing ring(
+  StageRing<kMass ? 1 : 2> ring(
       call.cache,
       shared_address(shared + at.ring) + warp * num_stages * 2 * stage_tokens * kHeadDim * 2,
       barriers,
-      num_stages,
+      num_slots,
       stage_tokens);
 
   // Where this lane's row of a fragment is in a stage: K rows are tokens, V rows are dimensions.
@@ -324,6 +417,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   RangeStart& start =
       *reinterpret_cast<RangeStart*>(shared + at.starts + warp * sizeof(RangeStart));
   constexpr int kStartInts = sizeof(RangeStart) / 4;
+  constexpr int kTwos = kHeadDim / 2, kFours = kHeadDim / 4;
   bool waited = false;
   for (int range = blockIdx.x; range < header.num_ranges; range += gridDim.x) {
     if (lane < kStartInts) {
@@ -338,7 +432,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       const int begin = start.stage, end = min(begin + taken, tile.num_stages);
 
       // 1. Look up the first stages. The query rows are on their way while those are asked for.
-      constexpr int kTwos = kHeadDim / 2, kMine = 1;
+      constexpr int kMine = 1;
       const auto load_query = [&](int i) {
         const int row = i / kTwos, d = i % kTwos * 2;
         if (row >= tile.num_rows) return float2{};
@@ -358,7 +452,12 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
       StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
       BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
-      if (my_begin < my_end) list.of(my_begin, taken_from.run);
+      if (my_begin < my_end) {
+        const float* turn =
+            turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
+        if (turn != nullptr && lane * 32 < call.rotary_dim) prefetch(turn + lane * 32);
+        list.of(my_begin, taken_from.run);
+      }
       if (!waited) wait_for_predecessor();  // up to here only the plan was read
       waited = true;
       float2 early[kMine];
@@ -366,7 +465,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       for (int i = 0; i < kMine; ++i) {
         early[i] = load_query(min(int(threadIdx.x + i * blockDim.x), Loop::kRows * kTwos - 1));
       }
-      for (int i = 0; i < num_stages; ++i) {
+      for (int i = 0; i < num_slots; ++i) {
         const bool some = my_begin + i < my_end;
         StageBlocks blocks{{0, -1}};
         if (some) {
@@ -374,6 +473,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           ring.ask(0, i, blocks, start.kv_head);
         }
         ring.commit();
+        if (kMass) continue;
         if (some) ring.ask(1, i, blocks, start.kv_head);
         ring.commit();
       }
@@ -402,6 +502,9 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
       }
 
+      FewMass<kTiles> mass(call, work, tile, start.kv_head, states + warp * Loop::kRows);
+      if constexpr (kMass) mass.read_lse(top);
+
       // 3. Stage after stage.
       Segment segment{};
       TileView view(segment, 0, 0, 0);
@@ -409,7 +512,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         if (taken_from.enter(stage) || stage == my_begin) {
           segment = taken_from.segment();
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
-          const float* turn = turn_of(call, segment, tile.first_segment + taken_from.run);
+          const float* const turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const float* row = rows + (t * 8 + g) * Loop::kRowFloats;
@@ -479,8 +582,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           }
           if (last_part) {  // K is read: ask for what takes its place.
             __syncwarp();
-            if (stage + num_stages < my_end) {
-              later = list.of(stage + num_stages, taken_from.run);
+            if (stage + num_slots < my_end) {
+              later = list.of(stage + num_slots, taken_from.run);
               ring.ask(0, 0, later, start.kv_head);
             }
             ring.commit();
@@ -506,6 +609,10 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
                 s[i] = low >= sees.begin && low < sees.end ? s[i] : kMinusInfinity;
                 s[i + 2] = high >= sees.begin && high < sees.end ? s[i + 2] : kMinusInfinity;
               }
+            }
+            if constexpr (kMass) {
+              mass.add(t, s, top[t], part == 0);
+              continue;
             }
             float raised[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
             if (__any_sync(kAllLanes, raised[0] > top[t][0] || raised[1] > top[t][1])) {
@@ -542,6 +649,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
               weight[t][i][0] = transpose(low[i]);
               weight[t][i][1] = transpose(high[i]);
             }
+          }
+
+          if constexpr (kMass) {
+            if (last_part) mass.store(segment, stage_begin);
+            continue;
           }
 
           // Outputs.
@@ -581,10 +693,17 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
             }
           }
         }
-        __syncwarp();
-        if (stage + num_stages < my_end) ring.ask(1, 0, later, start.kv_head);
-        ring.commit();
+        if constexpr (!kMass) {
+          __syncwarp();
+          if (stage + num_stages < my_end) ring.ask(1, 0, later, start.kv_head);
+          ring.commit();
+        }
         ring.next_slot();
+      }
+      if constexpr (kMass) {
+        __syncthreads();  // the query's rows are read
+        next_part(work, start, left, taken);
+        continue;
       }
 
       // 4. The warps' results, where their queries were. Banks: rows 2q are moved by 8q.
@@ -616,45 +735,45 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       __syncthreads();
       const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, header.range_length);
       const PartialView partial(work, parts.slot(range - parts.first_range), kHeadDim);
-      for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
-        const int row = item / kTwos, d = item % kTwos * 2;
+      for (int item = threadIdx.x; item < tile.num_rows * kFours; item += blockDim.x) {
+        const int row = item / kFours, d = item % kFours * 4;
         float common = kMinusInfinity;
         for (int of = 0; of < num_warps; ++of) {
           common = fmaxf(common, states[of * Loop::kRows + row].max);
         }
         Merging merging(common);
+        float4 all{};
         for (int of = 0; of < num_warps; ++of) {
-          merging.add(states[of * Loop::kRows + row],
-                      *reinterpret_cast<const float2*>(shared + at.query + of * Loop::kQueryBytes +
-                                                       place_in(row, d) * 4));
+          const float weight = merging.add(states[of * Loop::kRows + row]);
+          add_weighted(all,
+                       *reinterpret_cast<const float4*>(shared + at.query + of * Loop::kQueryBytes +
+                                                        place_in(row, d) * 4),
+                       weight);
         }
         if (parts.count == 1) {
-          finish_row(call,
-                     place_of(work, tile, start.kv_head, row),
-                     d,
-                     merging.sums(),
-                     merging.a,
-                     merging.b);
+          deliver_row(call, work, tile, start.kv_head, row, d, merging.sums(), all);
         } else {
-          *reinterpret_cast<float2*>(partial.out + row * kHeadDim + d) = {merging.a, merging.b};
+          *reinterpret_cast<float4*>(partial.out + row * kHeadDim + d) = all;
           if (d == 0) partial.sums[row] = merging.sums();
         }
       }
       if (parts.count > 1) {
-        arrive_and_merge<kHeadDim>(call, work, tile, start.tile, start.kv_head, parts, flag);
+        arrive_and_merge<kHeadDim, Loop::kRows>(
+            call, work, tile, start.tile, start.kv_head, parts, shared, at.rows, flag);
+#ifdef MEMKV_BULK_COPY
+        fence_for_copies();  // which next write where partials were
+#endif
+        __syncthreads();
       } else {
         __syncthreads();
       }
 
       // 5. The next unit.
-      left -= taken;
-      __syncwarp();
-      if (lane == 0) next_unit(work, start, left);
-      __syncwarp();
+      next_part(work, start, left, taken);
     }
   }
   if (!waited) wait_for_predecessor();
-  finish_blind_tiles<kHeadDim>(call, work, header);
+  if constexpr (!kMass) finish_blind_tiles<kHeadDim>(call, work, header);
 }
 
 }  // namespace memkv::cuda

@@ -6,7 +6,6 @@
 
 #include <stdexcept>
 
-#include "block_mass.cuh"
 #include "few_queries.cuh"
 #include "head_dims.h"
 #include "many_queries.cuh"
@@ -20,14 +19,18 @@ inline int max_shared_bytes() {
   return bytes;
 }
 
+template <typename Kernel>
+void prefer_shared_memory(Kernel kernel) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared_bytes());
+  cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 // Blocks of threads that the device holds at once.
 template <typename Kernel>
 int workers(Kernel kernel, int threads, int shared_bytes) {
-  const int most = max_shared_bytes();
-  if (shared_bytes > most) return 0;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (shared_bytes > max_shared_bytes()) return 0;
+  prefer_shared_memory(kernel);
   int device = 0, processors = 0, blocks = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -44,7 +47,7 @@ struct FewLaunch {
   }
 
   static LoopShape shape(int stage_tokens, int warps, int stages) {
-    const auto kernel = few_queries_kernel<T, kHeadDim, kTiles, kTerms>;
+    const auto kernel = few_queries_kernel<T, kHeadDim, kTiles, kTerms, false>;
     LoopShape best{8 * kTiles, stage_tokens, 0, 0, 0};
     int64_t best_bytes = 0;
     for (int w = kMostFewWarps; w > 0; --w) {
@@ -63,56 +66,51 @@ struct FewLaunch {
     return best;
   }
 
-  static void attend(const Attention& call, const Work& work, bool overlap, cudaStream_t stream) {
+  template <bool kMass>
+  static void launch(const Attention& call, const Work& work, bool overlap, cudaStream_t stream) {
+    const auto kernel = few_queries_kernel<T, kHeadDim, kTiles, kTerms, kMass>;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(unsigned(work.grid));
-    launch.blockDim = dim3(unsigned(32 * work.warps));
-    launch.dynamicSmemBytes = size_t(bytes(work.warps, work.stages, work.shape.stage_tokens));
-    launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = overlap ? 1 : 0;
-    cudaLaunchKernelEx(&launch, few_queries_kernel<T, kHeadDim, kTiles, kTerms>, call, work);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(work.grid));
+    config.blockDim = dim3(unsigned(32 * work.warps));
+    config.dynamicSmemBytes = size_t(bytes(work.warps, work.stages, work.shape.stage_tokens));
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = overlap ? 1 : 0;
+    if (kMass) prefer_shared_memory(kernel);
+    cudaLaunchKernelEx(&config, kernel, call, work);
   }
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kMass>
 auto many_kernel(int block_size) {
-  return block_size == 8    ? many_queries_kernel<T, kHeadDim, 8>
-         : block_size == 16 ? many_queries_kernel<T, kHeadDim, 16>
-                            : many_queries_kernel<T, kHeadDim, 32>;
+  return block_size == 8    ? many_queries_kernel<T, kHeadDim, 8, kMass>
+         : block_size == 16 ? many_queries_kernel<T, kHeadDim, 16, kMass>
+                            : many_queries_kernel<T, kHeadDim, 32, kMass>;
 }
 
 template <typename T, int kHeadDim>
 LoopShape loop_shape_of(
     Loop loop, int block_size, int tile_rows, bool exact, int warps, int stages) {
   using Many = ManyQueries<T, kHeadDim>;
-  using Mass = BlockMass<T, kHeadDim>;
   const int stage_tokens = block_size < 16 ? 16 : block_size;
-  switch (loop) {
-    case Loop::kFew:
-      if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);
-      return tile_rows == 8 ? FewLaunch<T, kHeadDim, 1, 2>::shape(stage_tokens, warps, stages)
-                            : FewLaunch<T, kHeadDim, 2, 2>::shape(stage_tokens, warps, stages);
-    case Loop::kMany:
-      return {kManyRows,
-              Many::kTokens,
-              kManyWarps,
-              kManyStages,
-              workers(many_kernel<T, kHeadDim>(block_size), kManyWarps * 32, Many::kBytes)};
-    default:
-      return {
-          INT32_MAX,
-          stage_tokens,
-          kMassWarps,
-          0,
-          workers(block_mass_kernel<T, kHeadDim>, kMassWarps * 32, typename Mass::Layout().bytes)};
+  if (loop == Loop::kMany) {
+    const auto kernel = many_kernel<T, kHeadDim, false>(block_size);
+    return {kManyRows,
+            Many::kTokens,
+            kManyWarps,
+            kManyStages,
+            workers(kernel, kManyWarps * 32, Many::kBytes)};
   }
+  if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);
+  return tile_rows == 8 ? FewLaunch<T, kHeadDim, 1, 2>::shape(stage_tokens, warps, stages)
+                        : FewLaunch<T, kHeadDim, 2, 2>::shape(stage_tokens, warps, stages);
 }
 
-template <typename T, int kHeadDim>
+// kMass: adds block mass instead.
+template <typename T, int kHeadDim, bool kMass>
 void attend_of(const Attention& call,
                const Work& work,
                Loop loop,
@@ -120,14 +118,15 @@ void attend_of(const Attention& call,
                bool overlap,
                cudaStream_t stream) {
   if (loop == Loop::kMany) {
-    const auto kernel = many_kernel<T, kHeadDim>(call.cache.block_size);
+    const auto kernel = many_kernel<T, kHeadDim, kMass>(call.cache.block_size);
+    if (kMass) prefer_shared_memory(kernel);
     kernel<<<work.grid, kManyWarps * 32, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
   } else if (exact) {
-    FewLaunch<T, kHeadDim, 1, 3>::attend(call, work, overlap, stream);
+    FewLaunch<T, kHeadDim, 1, 3>::template launch<kMass>(call, work, overlap, stream);
   } else if (work.shape.tile_rows == 8) {
-    FewLaunch<T, kHeadDim, 1, 2>::attend(call, work, overlap, stream);
+    FewLaunch<T, kHeadDim, 1, 2>::template launch<kMass>(call, work, overlap, stream);
   } else {
-    FewLaunch<T, kHeadDim, 2, 2>::attend(call, work, overlap, stream);
+    FewLaunch<T, kHeadDim, 2, 2>::template launch<kMass>(call, work, overlap, stream);
   }
 }
 
@@ -148,16 +147,15 @@ HeadDimKernels kernels_of_head_dim() {
              bool exact,
              bool overlap,
              Stream stream) {
-            call.cache.dtype == DType::kBFloat16
-                ? attend_of<B, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream))
-                : attend_of<H, kHeadDim>(call, work, loop, exact, overlap, cudaStream_t(stream));
+            const auto attend = call.cache.dtype == DType::kBFloat16
+                                    ? attend_of<B, kHeadDim, false>
+                                    : attend_of<H, kHeadDim, false>;
+            attend(call, work, loop, exact, overlap, cudaStream_t(stream));
           },
-          [](const Attention& call, const Work& work, Stream stream) {
-            const int bytes = typename BlockMass<B, kHeadDim>::Layout().bytes;
-            const auto kernel = call.cache.dtype == DType::kBFloat16
-                                    ? block_mass_kernel<B, kHeadDim>
-                                    : block_mass_kernel<H, kHeadDim>;
-            kernel<<<work.grid, kMassWarps * 32, bytes, cudaStream_t(stream)>>>(call, work);
+          [](const Attention& call, const Work& work, Loop loop, bool exact, Stream stream) {
+            const auto add = call.cache.dtype == DType::kBFloat16 ? attend_of<B, kHeadDim, true>
+                                                                  : attend_of<H, kHeadDim, true>;
+            add(call, work, loop, exact, false, cudaStream_t(stream));
           }};
 }
 

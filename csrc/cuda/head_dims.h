@@ -10,7 +10,8 @@ struct HeadDimKernels {
       Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages);
   void (*attend)(
       const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream);
-  void (*add_block_mass)(const Attention& call, const Work& work, Stream stream);
+  void (*add_block_mass)(
+      const Attention& call, const Work& work, Loop loop, bool exact, Stream stream);
 };
 
 HeadDimKernels kernels_64();

@@ -109,6 +109,10 @@ __device__ __forceinline__ void split(float a, float b, uint32_t (&term)[kTerms]
   }
 }
 
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+}
+
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, int bytes) {
   asm volatile(
@@ -147,10 +151,12 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+// Linear memory, read once: it leaves the L2 cache before plans, queries and partials do.
 __device__ __forceinline__ void copy_bulk(uint32_t to,
                                           const void* from,
                                           uint32_t bytes,
                                           uint32_t barrier) {
+#ifdef MEMKV_NO_HINT
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),
@@ -158,6 +164,17 @@ __device__ __forceinline__ void copy_bulk(uint32_t to,
       "r"(bytes),
       "r"(barrier)
       : "memory");
+#else
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional makes it
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from),
+      "r"(bytes),
+      "r"(barrier),
+      "l"(kEvictFirst)
+      : "memory");
+#endif
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -111,8 +111,8 @@ void attend(
   check_launch("paged_attention");
 }
 
-void add_block_mass(const Attention& call, const Work& work, Stream stream) {
-  kernels_for(call.cache.head_dim).add_block_mass(call, work, stream);
+void add_block_mass(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream) {
+  kernels_for(call.cache.head_dim).add_block_mass(call, work, loop, exact, stream);
   check_launch("block_mass");
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "memkv/attention_args.h"
+#include "memkv/shared_groups.h"
 #include "work.h"
 
 namespace memkv::cuda {
@@ -13,9 +14,8 @@ using Stream = uintptr_t;  // cudaStream_t
 
 bool built();
 
-// Which loop: rows of 8 or 16 for decode, of 128 for prefill and questions, all of a sequence for
-// the mass.
-enum class Loop : int { kFew = 0, kMany = 1, kMass = 2 };
+// Which loop: tiles of 8 or 16 rows for decode, of 128 for prefill and questions.
+enum class Loop : int { kFew = 0, kMany = 1 };
 
 struct LoopShape {
   int32_t tile_rows;
@@ -44,6 +44,12 @@ Work work_at(void* memory,
              int32_t stages);
 
 void plan_work(const StepPlan& plan, const Work& work, Stream stream);
+// Finds what sequences of shape.least_rows .. most_rows rows share, for a work whose tiles are of
+// groups (Loop::kMany). The works that have the same `shared` are planned, and attend, after it.
+// At most kMostSharedSegments segments.
+void plan_shared(
+    const StepPlan& plan, const Work& work, int block_size, const ShareRule& rule, Stream stream);
+inline constexpr int kMostSharedSegments = 2048;
 void turn_rows(const Segment* segments,
                int64_t num_segments,
                const double* inv_freq,
@@ -63,8 +69,11 @@ void write_kv(const PagedCache& cache,
 // plan; so that one must not be the planner.
 void attend(
     const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream);
-// call.lse is read, call.block_mass written.
-void add_block_mass(const Attention& call, const Work& work, Stream stream);
+// Finishes the rows of a work whose sequences share blocks, once it and the work of groups attended.
+void join_shared(const Attention& call, const Work& work, Stream stream);
+// For the rows that attend() was called for, with the same work: call.lse is read, call.block_mass
+// written.
+void add_block_mass(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream);
 
 // target[target_ids[i]] = source[source_ids[i]]; null ids count up from 0.
 void copy_blocks(const void* source,

@@ -13,47 +13,28 @@
 // What a block holds past the segment's end is not copied: zeros take its place. A turned query has
 // more digits than it came with; its first term keeps as many as it had. Where scores are loud
 // (kLoud, in units of log2) that is not enough, and the second term is multiplied too.
+//
+// With kMass the loop ends at the weights: rows know their log-sum-exp, V is not read, and
+// many_mass.cuh adds the weights up.
 #pragma once
 
 #include "few_queries.cuh"
-#include "rows.cuh"
+#include "many_mass.cuh"
+#include "many_products.cuh"
+#include "merge.cuh"
 
 namespace memkv::cuda {
 
-inline constexpr int kManyWarps = 8;
-inline constexpr int kManyRows = 16 * kManyWarps;
-inline constexpr int kManyStages = 3;
-inline constexpr int kManyLookups = 4;  // stages whose block ids are at hand
 inline constexpr float kLoud = 12.0f;
-
-template <typename T, int kHeadDim>
-struct ManyQueries {
-  static constexpr int kTokens = kHeadDim > 128 ? 32 : 64;
-  static constexpr int kSteps = kHeadDim / 16;
-  static constexpr int kKeyBytes = kHeadDim * kTokens * 2;
-  static constexpr int kValuePad = 64;  // between groups of 8 tokens: their copies share no bank
-  static constexpr int kValueGroupBytes = kHeadDim * 16 + kValuePad;
-  static constexpr int kValueBytes = kTokens / 8 * kValueGroupBytes;
-  static constexpr int kStageBytes = kKeyBytes + kValueBytes;
-  static constexpr int kQueryBytes = kSteps * 32 * 16;  // of one term of a warp
-
-  static constexpr int kQueryAt = kManyStages * kStageBytes;
-  static constexpr int kPositionsAt = kQueryAt + kManyWarps * 2 * kQueryBytes;
-  static constexpr int kBlocksAt = kPositionsAt + kManyRows * 4;  // [kManyLookups][kTokens / 8]
-  static constexpr int kStartsAt = kBlocksAt + kManyLookups * (kTokens / 8) * 16;
-  static constexpr int kFlagAt = kStartsAt + kManyWarps * int(sizeof(RangeStart));
-  static constexpr int kBytes = kFlagAt + 16;
-  static_assert(kBytes <= 227 * 1024);
-};
 
 // Where a block's K and V begin, in bytes.
 struct BlockOffsets {
   int64_t k, v;
 };
 
-// Copies K and V of a stage; tokens past `valid` become zeros. The blocks' offsets are in shared
+// Copies K and V of a stage, or K only; tokens past `valid` become zeros. The blocks' offsets are in shared
 // memory, and are of a block that exists even where no token is used.
-template <typename Loop, int kHeadDim, int kBlockSize>
+template <typename Loop, int kHeadDim, int kBlockSize, bool kMass>
 __device__ __forceinline__ void copy_stage(
     const PagedCache& cache, const BlockOffsets* blocks, int valid, int kv_head, uint32_t to) {
   constexpr int kThreads = kManyWarps * 32, kTokens = Loop::kTokens;
@@ -74,7 +55,7 @@ __device__ __forceinline__ void copy_stage(
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPieces; i += kThreads) {  // 8 tokens of one dimension
+  for (int i = 0; !kMass && i < kPieces; i += kThreads) {  // 8 tokens of one dimension
     const int at = i + threadIdx.x;
     if (kPieces % kThreads != 0 && at >= kPieces) break;
     const int group = at % kGroups, row = at / kGroups, block = row / kHeadDim;
@@ -88,7 +69,7 @@ __device__ __forceinline__ void copy_stage(
   }
 }
 
-template <typename T, int kHeadDim, int kBlockSize>
+template <typename T, int kHeadDim, int kBlockSize, bool kMass>
 __device__ __forceinline__ void many_queries(const Attention& call, const Work& work) {
   using Loop = ManyQueries<T, kHeadDim>;
   using Numbers = Packed<T>;
@@ -105,11 +86,19 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
   const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   constexpr int kBlocks = kTokens / kBlockSize;
-
-  // Where this lane's row of a fragment is: of K tokens 0..7 and 8..15 in turn, of V dimensions.
-  const uint32_t k_lane = (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * (kTokens * 16);
-  const uint32_t v_lane =
-      Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * Loop::kValueGroupBytes;
+  using Products = ManyProducts<T, kHeadDim>;
+  constexpr bool kTogether = Products::kTogether;
+  constexpr int kRowsTogether = kTogether ? 64 : 16;  // rows that are multiplied at once
+  const int first_row = warp * 16 / kRowsTogether * kRowsTogether;
+  if constexpr (kTogether && !kMass) {
+    constexpr int kOnesAt = Loop::kKeyBytes + kHeadDim * 16;
+    for (int i = threadIdx.x; i < kManyStages * (kTokens / 8) * 32; i += kManyWarps * 32) {
+      const int group = i / 32, stage = group / (kTokens / 8);
+      *reinterpret_cast<uint32_t*>(shared + stage * Loop::kStageBytes + kOnesAt +
+                                   group % (kTokens / 8) * Loop::kValueGroupBytes + i % 32 * 4) =
+          Numbers::kOnes;
+    }
+  }
 
   RangeStart& start =
       *reinterpret_cast<RangeStart*>(shared + Loop::kStartsAt + warp * sizeof(RangeStart));
@@ -146,7 +135,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         }
       };
       const auto ask = [&](int stage, int slot, int tokens) {
-        copy_stage<Loop, kHeadDim, kBlockSize>(
+        copy_stage<Loop, kHeadDim, kBlockSize, kMass>(
             call.cache,
             blocks + (stage - begin) % kManyLookups * (kTokens / 8),
             tokens,
@@ -166,16 +155,21 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
 
       // 2. Where the rows stand.
       for (int row = threadIdx.x; row < kManyRows; row += kManyWarps * 32) {
-        positions[row] =
-            call.plan.query_position
-                [place_of(work, tile, start.kv_head, min(row, tile.num_rows - 1)).token];
+        const int64_t token =
+            place_of(work, tile, start.kv_head, min(row, tile.num_rows - 1)).token;
+        positions[row] = work.shared.of_groups ? work.shared.rows[token].position
+                                               : call.plan.query_position[token];
       }
       __syncthreads();
       const int my_rows = min(16, tile.num_rows - warp * 16);  // may be 0 or less
       const int32_t position[2] = {positions[warp * 16 + g], positions[warp * 16 + g + 8]};
-      int32_t least = min(position[0], position[1]), most = max(position[0], position[1]);
+      int32_t least = INT32_MAX, most = INT32_MIN;
+      for (int row = lane; row < kRowsTogether; row += 32) {
+        least = min(least, positions[first_row + row]);
+        most = max(most, positions[first_row + row]);
+      }
 #pragma unroll
-      for (int across = 4; across < 32; across *= 2) {
+      for (int across = 1; across < 32; across *= 2) {
         least = min(least, __shfl_xor_sync(kAllLanes, least, across));
         most = max(most, __shfl_xor_sync(kAllLanes, most, across));
       }
@@ -187,6 +181,10 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
       }
 
+      const StageMass<T, kHeadDim, kBlockSize> mass(call, work, tile, start.kv_head);
+      MassEntries entries{};
+      if constexpr (kMass) mass.read_lse(top);
+
       // 3. Stage after stage.
       Segment segment{};
       TileView view(segment, 0, 0, 0);
@@ -195,6 +193,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       int slot = 0;
       for (int stage = begin; stage < end; ++stage) {
         copy_async_wait<kManyStages - 2>();
+        if constexpr (kTogether) fence_for_products();
         __syncthreads();  // the stage is here, and its predecessor's place is free
         {
           const int next = stage + kManyStages - 1;
@@ -202,22 +201,29 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
           if (next < end) ask(next, slot == 0 ? kManyStages - 1 : slot - 1, valid[0]);
           copy_async_commit();
         }
-        if ((taken_from.enter(stage) || stage == begin) && my_rows > 0) {
+        if ((taken_from.enter(stage) || stage == begin) && first_row < tile.num_rows) {
           segment = taken_from.segment();
           view = TileView(segment, least, most, call.window);
           sees[0] = visible_tokens(segment, position[0], call.window);
           sees[1] = visible_tokens(segment, position[1], call.window);
-          const float* turn = turn_of(call, segment, tile.first_segment + taken_from.run);
-          two_terms = turn != nullptr;
+          const float* own = turn_of(call, segment, tile.first_segment + taken_from.run);
+          const float* turn[2] = {own, own};
           int64_t offset[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int row = min(warp * 16 + g + 8 * i, tile.num_rows - 1);
-            const RowPlace place = place_of(work, tile, start.kv_head, row);
+            RowPlace place = place_of(work, tile, start.kv_head, row);
+            if (work.shared.of_groups) {  // each turns as its own segment asks, if only by 0
+              const SharedRow& of = work.shared.rows[place.token];
+              place.token = of.token;
+              turn[i] = call.rotary_dim == 0 ? nullptr
+                                             : call.turns + int64_t{of.segment} * call.rotary_dim;
+            }
             offset[i] = call.q.offset(place.token, place.head);
           }
+          two_terms = turn[0] != nullptr;
           const uint16_t* const q_data = static_cast<const uint16_t*>(call.q.data);
-          turn_rows<kSteps, 2, (kSteps > 8 ? 1 : 2)>(
+          turn_rows<kSteps, 2, (kSteps > 8 ? 0 : 1)>(
               turn,
               pairs,
               q,
@@ -237,50 +243,33 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
               });
         }
         const int first_token = taken_from.stage_of_segment(stage) * kTokens;
-        const uint32_t keys = ring + slot * Loop::kStageBytes + k_lane;
-        const uint32_t values = ring + slot * Loop::kStageBytes + v_lane;
+        const uint32_t here = ring + slot * Loop::kStageBytes;
+        unsigned char* const values = shared + slot * Loop::kStageBytes + Loop::kKeyBytes;
+        if constexpr (kMass) {
+          mass.store(entries);  // of the stage before
+          entries = {values,
+                     taken_from.segment().first_entry + first_token / kBlockSize,
+                     taken_from.segment().num_tokens - first_token};
+        }
         slot = slot + 1 == kManyStages ? 0 : slot + 1;
-        if (my_rows <= 0 || first_token >= view.some_end ||
+        if (first_row >= tile.num_rows || first_token >= view.some_end ||
             first_token + kTokens <= view.some_begin) {
+          if constexpr (kMass) mass.keep_none(values);
           continue;
         }
 
-        // Scores. Fragments of the next step are on their way while this one is multiplied.
+        // Scores.
         float score[4 * kTokenTiles];
 #pragma unroll
         for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = 0.0f;
-        const auto multiply = [&](const uint4* of_query) {
-          uint4 term[2];
-          Fragment k[2][kTokenTiles / 2];
-          const auto load = [&](int step) {
-            term[step % 2] = of_query[step * 32 + lane];
-#pragma unroll
-            for (int n = 0; n < kTokenTiles; n += 2) {
-              k[step % 2][n / 2] = load_matrices(keys + step * 2 * (kTokens * 16) + n * 8 * 16);
-            }
-          };
-          load(0);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            if (step + 1 < kSteps) load(step + 1);
-            const uint4 x = term[step % 2];
-            const uint32_t a[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) {
-              float(&c)[4] = *reinterpret_cast<float(*)[4]>(score + 4 * n);
-              const uint32_t* b = k[step % 2][n / 2].r + n % 2 * 2;
-              Numbers::multiply_add(c, a, b[0], b[1]);
-            }
-          }
-        };
-        multiply(query);
+        Products::scores(score, query, here);
         if (two_terms) {
           float most_of = 0.0f;
 #pragma unroll
           for (int i = 0; i < 4 * kTokenTiles; ++i) most_of = fmaxf(most_of, fabsf(score[i]));
-          if (call.lse != nullptr ||  // which shows every digit
-              __any_sync(kAllLanes, !(most_of * fabsf(scaled.scale) <= kLoud))) {
-            multiply(query + kSteps * 32);
+          const bool loud = call.all_digits || !(most_of * fabsf(scaled.scale) <= kLoud);
+          if (kTogether ? any_of_warpgroup(1 + warp / 4, loud) : __any_sync(kAllLanes, loud)) {
+            Products::scores(score, query + kSteps * 32, here);
           }
         }
 
@@ -292,6 +281,12 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
             const int token = first_token + i / 4 * 8 + 2 * q + i % 2, of = i / 2 % 2;
             score[i] = token >= sees[of].begin && token < sees[of].end ? score[i] : kMinusInfinity;
           }
+        }
+        if constexpr (kMass) {
+#pragma unroll
+          for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = exp2_of(score[i] - top[i / 2 % 2]);
+          mass.keep(score, values);
+          continue;
         }
         float raised[2] = {top[0], top[1]};
 #pragma unroll
@@ -320,45 +315,25 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         }
         const SoftmaxState<float> state[2] = {{top[0], 0.0f}, {top[1], 0.0f}};
 
-        // Outputs.
-        constexpr uint32_t kOnes = Numbers::kOnes;
-        constexpr int kAhead = kSteps > 8 ? 0 : 1;  // registers are short at head_dim 256
-        constexpr int kBatch = kSteps > 8 ? 2 : 4, kBatches = (kSteps + kBatch - 1) / kBatch;
-        Fragment v[1 + kAhead][kBatch];
-        const auto load = [&](int batch) {  // of kBatches for each 16 tokens
-          const int n = batch / kBatches * 2, first = batch % kBatches * kBatch;
+        uint32_t weight[kTokens / 16][4];
 #pragma unroll
-          for (int m = 0; m < kBatch; ++m) {
-            if (first + m < kSteps) {
-              v[batch % (1 + kAhead)][m] =
-                  load_matrices(values + n * Loop::kValueGroupBytes + (first + m) * 16 * 16);
-            }
-          }
-        };
-        if (kAhead > 0) load(0);
-        uint32_t weight[4];
+        for (int n = 0; n < kTokens / 16; ++n) {  // 16 tokens
+          float* const s = score + n * 8;
 #pragma unroll
-        for (int batch = 0; batch < kTokenTiles / 2 * kBatches; ++batch) {
-          if (batch + kAhead < kTokenTiles / 2 * kBatches) load(batch + kAhead);
-          if (batch % kBatches == 0) {
-            float* s = score + batch / kBatches * 8;
+          for (int i = 0; i < 8; ++i) s[i] = state[i / 2 % 2].weight(s[i]);
+          exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
+          exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) s[i] = state[i / 2 % 2].weight(s[i]);
-            exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
-            exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) weight[i] = Numbers::pack(s[2 * i], s[2 * i + 1]);
-            Numbers::multiply_add(sum, weight, kOnes, kOnes);
-          }
-#pragma unroll
-          for (int m = 0; m < kBatch; ++m) {
-            const int step = batch % kBatches * kBatch + m;
-            if (step >= kSteps) break;
-            const Fragment& of = v[batch % (1 + kAhead)][m];
-            Numbers::multiply_add(out[2 * step], weight, of.r[0], of.r[1]);
-            Numbers::multiply_add(out[2 * step + 1], weight, of.r[2], of.r[3]);
-          }
+          for (int i = 0; i < 4; ++i) weight[n][i] = Numbers::pack(s[2 * i], s[2 * i + 1]);
         }
+        Products::outputs(out, sum, weight, here);
+      }
+
+      if constexpr (kMass) {
+        __syncthreads();
+        mass.store(entries);
+        next_part(work, start, left, taken);
+        continue;
       }
 
       // 4. The rows, or a partial of them: through shared memory, where the warp's query was, so
@@ -391,37 +366,41 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
                            __shfl_sync(kAllLanes, of < 8 ? sum[0] : sum[2], from),
                            __shfl_sync(kAllLanes, of < 8 ? exact[0] : exact[1], from),
                            0.0f};
-        const RowPlace place = place_of(work, tile, start.kv_head, row);
 #pragma unroll 1
-        for (int d = 2 * lane; d < kHeadDim; d += 64) {
-          const float2 two =
-              *reinterpret_cast<const float2*>(mine + of * kHeadDim + (d ^ (of & kMoved) * 8));
+        for (int d = 4 * lane; d < kHeadDim; d += 128) {
+          const float4 four =
+              *reinterpret_cast<const float4*>(mine + of * kHeadDim + (d ^ (of & kMoved) * 8));
           if (parts.count == 1) {
-            finish_row(call, place, d, sums, two.x, two.y);
+            deliver_row(call, work, tile, start.kv_head, row, d, sums, four);
           } else {
-            *reinterpret_cast<float2*>(partial.out + row * kHeadDim + d) = two;
+            *reinterpret_cast<float4*>(partial.out + row * kHeadDim + d) = four;
             if (d == 0) partial.sums[row] = sums;
           }
         }
       }
       if (parts.count > 1) {
-        arrive_and_merge<kHeadDim>(call, work, tile, start.tile, start.kv_head, parts, flag);
+        arrive_and_merge<kHeadDim, kManyRows>(call,
+                                              work,
+                                              tile,
+                                              start.tile,
+                                              start.kv_head,
+                                              parts,
+                                              shared + Loop::kQueryAt,
+                                              kManyWarps * 2 * Loop::kQueryBytes,
+                                              flag);
       } else {
         __syncthreads();
       }
 
       // 5. The next unit.
-      left -= taken;
-      __syncwarp();
-      if (lane == 0) next_unit(work, start, left);
-      __syncwarp();
+      next_part(work, start, left, taken);
     }
   }
-  finish_blind_tiles<kHeadDim>(call, work, header);
+  if constexpr (!kMass) finish_blind_tiles<kHeadDim>(call, work, header);
 }
 
 // Empty where no GPU of the architecture has so much shared memory: the loop of few rows serves it.
-template <typename T, int kHeadDim, int kBlockSize>
+template <typename T, int kHeadDim, int kBlockSize, bool kMass>
 __global__ void __launch_bounds__(kManyWarps * 32, 1)
     many_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -430,7 +409,7 @@ __global__ void __launch_bounds__(kManyWarps * 32, 1)
   constexpr int kSharedBytes = 227 * 1024;
 #endif
   if constexpr (ManyQueries<T, kHeadDim>::kBytes <= kSharedBytes) {
-    many_queries<T, kHeadDim, kBlockSize>(call, work);
+    many_queries<T, kHeadDim, kBlockSize, kMass>(call, work);
   }
 }
 

@@ -22,13 +22,15 @@ Work work_at(
   refuse();
 }
 void plan_work(const StepPlan&, const Work&, Stream) { refuse(); }
+void plan_shared(const StepPlan&, const Work&, int, const ShareRule&, Stream) { refuse(); }
 void turn_rows(const Segment*, int64_t, const double*, int, float*, Stream) { refuse(); }
 void write_kv(
     const PagedCache&, const HeadRows&, const HeadRows&, const int64_t*, int64_t, Stream) {
   refuse();
 }
 void attend(const Attention&, const Work&, Loop, bool, bool, Stream) { refuse(); }
-void add_block_mass(const Attention&, const Work&, Stream) { refuse(); }
+void join_shared(const Attention&, const Work&, Stream) { refuse(); }
+void add_block_mass(const Attention&, const Work&, Loop, bool, Stream) { refuse(); }
 void copy_blocks(const void*, const int64_t*, void*, const int64_t*, int64_t, int64_t, Stream) {
   refuse();
 }

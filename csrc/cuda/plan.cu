@@ -5,36 +5,10 @@
 // back to the host: kernels read counts where this one wrote them, so that a captured graph serves
 // whatever the step's integers have become.
 #include "launch.h"
-#include "work.h"
+#include "plan.cuh"
 
 namespace memkv::cuda {
 namespace {
-
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-constexpr unsigned kAll = 0xffffffffu;
-
-__device__ int32_t warp_scan(int32_t x) {  // inclusive
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t before = __shfl_up_sync(kAll, x, step);
-    if (int(threadIdx.x % 32) >= step) x += before;
-  }
-  return x;
-}
-
-// Exclusive prefix of x over the threads; total is of all. Every thread takes part.
-__device__ int32_t block_scan(int32_t x, int32_t& total) {
-  __shared__ int32_t of_warp[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t sum = warp_scan(x);
-  __syncthreads();
-  if (lane == 31) of_warp[warp] = sum;
-  __syncthreads();
-  if (warp == 0) of_warp[lane] = warp_scan(of_warp[lane]);
-  __syncthreads();
-  total = of_warp[kWarps - 1];
-  return sum - x + (warp > 0 ? of_warp[warp - 1] : 0);
-}
 
 __device__ int32_t num_tokens_of(const StepPlan& plan, int64_t sequence) {
   return plan.query_start[sequence + 1] - plan.query_start[sequence];
@@ -43,7 +17,7 @@ __device__ int32_t num_tokens_of(const StepPlan& plan, int64_t sequence) {
 // Which tiles there are, and where their runs will be.
 __device__ int32_t lay_out_tiles(const StepPlan& plan, const Work& work) {
   int32_t tiles_before = 0, runs_before = 0;
-  for (int64_t base = 0; base < plan.num_seqs; base += kThreads) {
+  for (int64_t base = 0; base < plan.num_seqs; base += kPlanThreads) {
     const int64_t sequence = base + threadIdx.x;
     int32_t tiles = 0, runs = 0;
     if (sequence < plan.num_seqs) {
@@ -79,8 +53,8 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
     most = max(most, position);
   }
   for (int step = 16; step > 0; step /= 2) {
-    least = min(least, __shfl_xor_sync(kAll, least, step));
-    most = max(most, __shfl_xor_sync(kAll, most, step));
+    least = min(least, __shfl_xor_sync(kPlanLanes, least, step));
+    most = max(most, __shfl_xor_sync(kPlanLanes, most, step));
   }
   const int32_t first_segment = plan.segment_start[sequence];
   const int32_t num_segments = plan.segment_start[sequence + 1] - first_segment;
@@ -91,7 +65,9 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
     Segment segment{};
     if (base + lane < num_segments) {
       segment = plan.segments[first_segment + base + lane];
-      stages = visible_stages(shape, segment, least, most);
+      const bool own =
+          work.shared.slots == nullptr || work.shared.slots[first_segment + base + lane] < 0;
+      if (own) stages = visible_stages(shape, segment, least, most);
     }
     const int32_t sum = warp_scan(stages.count);
     if (base + lane < num_segments) {
@@ -103,9 +79,11 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
                            segment.stored_position,
                            {}};
     }
-    before += __shfl_sync(kAll, sum, 31);
+    before += __shfl_sync(kPlanLanes, sum, 31);
   }
   if (lane == 0) {
+    const SharedSegments& shared = work.shared;  // each of its sequences has one tile
+    const int32_t kept_row = shared.own_rows + work.first_tile[sequence] * shared.tile_tokens;
     runs[num_segments] = {before, 0, 0, 0, 0, 0, {}};
     work.tiles[work.first_tile[sequence] + tile] = {first_token + first_row / shape.group,
                                                     first_row % shape.group,
@@ -117,11 +95,12 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
                                                     unit_length(shape, before),
                                                     least,
                                                     most,
-                                                    {}};
+                                                    kept_row,
+                                                    tile};
   }
 }
 
-__global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work) {
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(StepPlan plan, Work work) {
   const WorkShape& shape = work.shape;
   const int warp = threadIdx.x / 32;
 
@@ -131,48 +110,14 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(StepPlan plan, Work work
     const int32_t tiles = tiles_of(shape, num_tokens_of(plan, sequence));
     // Tiles of all sequences in turn, so that many short sequences keep every warp busy too.
     const int32_t first = work.first_tile[sequence];
-    for (int32_t tile = (warp + kWarps - first % kWarps) % kWarps; tile < tiles; tile += kWarps) {
+    for (int32_t tile = (warp + kPlanWarps - first % kPlanWarps) % kPlanWarps; tile < tiles;
+         tile += kPlanWarps) {
       plan_tile(plan, work, sequence, tile);
     }
   }
   __syncthreads();
 
-  // Units end to end.
-  int32_t length = 0, num_blind = 0;
-  for (int32_t base = 0; base < num_tiles; base += kThreads) {
-    const int32_t tile = base + threadIdx.x;
-    const int32_t own = tile < num_tiles ? work.tiles[tile].unit_length : 0;
-    int32_t all, blind;
-    const int32_t before = block_scan(own * shape.num_kv_heads, all);
-    block_scan(tile < num_tiles && own == 0, blind);
-    if (tile < num_tiles) work.unit_begin[tile] = length + before;
-    length += all;
-    num_blind += blind;
-  }
-  const int32_t step = range_length(shape, length);
-  const int32_t num_ranges = divide_up(length, step);
-  if (threadIdx.x == 0) {
-    work.unit_begin[num_tiles] = length;
-    *work.header = {num_tiles, num_blind, length, step, num_ranges};
-  }
-  __syncthreads();
-
-  // Where ranges begin.
-  for (int32_t range = threadIdx.x; range < num_ranges; range += kThreads) {
-    const int32_t at = range * step;
-    int32_t low = 0, high = num_tiles;  // the last tile that begins at or before `at`
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      (work.unit_begin[middle] <= at ? low : high) = middle;
-    }
-    const QueryTile tile = work.tiles[low];
-    const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
-    const int32_t stage = inside - head * tile.unit_length;
-    work.ranges[range] = {low, head, stage, at - stage, tile};
-  }
-  for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kThreads) {
-    work.arrived[unit] = 0;
-  }
+  cut_into_ranges(work, num_tiles);
 }
 
 // turns[segment] = cos, then sin, of (stored_position - position) * inv_freq; float64 until then.
@@ -198,7 +143,7 @@ __global__ void turn_kernel(const Segment* segments,
 }  // namespace
 
 void plan_work(const StepPlan& plan, const Work& work, Stream stream) {
-  plan_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(plan, work);
+  plan_kernel<<<1, kPlanThreads, 0, cudaStream_t(stream)>>>(plan, work);
   check_launch("plan_work");
 }
 

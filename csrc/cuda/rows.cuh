@@ -1,4 +1,4 @@
-// Query rows: where they are, how they turn; and what becomes of a row's result.
+// Query rows: where they are, how they turn, what they see.
 #pragma once
 
 #include "instructions.cuh"
@@ -11,7 +11,7 @@ namespace memkv::cuda {
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct RowPlace {
-  int64_t token;  // of q
+  int64_t token;  // of q; where the tile is of a group, of its rows
   int head;
 };
 
@@ -98,12 +98,16 @@ turned_two(const Load& load, const float* turn, const RotaryPairs& pairs, int d)
 }
 
 // Turns kRows rows of a lane, in the order of fragments: put(step, low, high) takes elements
-// 16 * step + 2q, + 1 of each row, and those 8 further on. load(i, d) gives two elements of row i.
-// Where both of a pair lie in this lane, which is the usual case, each is loaded once, and the
-// angles of some steps are on their way together.
+// 16 * step + 2q, + 1 of each row, and those 8 further on. load(i, d) gives two elements of row i,
+// turns[i] is its turn; all are null or none. Where both of a pair lie in this lane, which is the
+// usual case, each is loaded once, and the angles of kAtOnce steps are on their way together; 0 is
+// for loops that are short of registers.
 template <int kSteps, int kRows, int kAtOnce, typename Load, typename Put>
-__device__ __forceinline__ void turn_rows(
-    const float* turn, const RotaryPairs& pairs, int q, const Load& load, const Put& put) {
+__device__ __forceinline__ void turn_rows(const float* const (&turns)[kRows],
+                                          const RotaryPairs& pairs,
+                                          int q,
+                                          const Load& load,
+                                          const Put& put) {
   const auto as_it_is = [&](int step) {
     float2 low[kRows], high[kRows];
 #pragma unroll
@@ -113,45 +117,47 @@ __device__ __forceinline__ void turn_rows(
     }
     put(step, low, high);
   };
-  if (turn == nullptr) {
+  if (turns[0] == nullptr) {
 #pragma unroll 4
     for (int step = 0; step < kSteps; ++step) as_it_is(step);
     return;
   }
-  if (pairs.interleaved || pairs.count() % 16 != 0) {
+  if (kAtOnce == 0 || pairs.interleaved || pairs.count() % 16 != 0) {
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
       float2 low[kRows], high[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const auto of_row = [&](int d) { return load(i, d); };
-        low[i] = turned_two(of_row, turn, pairs, 16 * step + 2 * q);
-        high[i] = turned_two(of_row, turn, pairs, 16 * step + 2 * q + 8);
+        low[i] = turned_two(of_row, turns[i], pairs, 16 * step + 2 * q);
+        high[i] = turned_two(of_row, turns[i], pairs, 16 * step + 2 * q + 8);
       }
       put(step, low, high);
     }
     return;
   }
+  constexpr int kSome = kAtOnce > 0 ? kAtOnce : 1;
   const int half = pairs.count() / 16;
-  for (int base = 0; base < half; base += kAtOnce) {
-    float2 cos[kAtOnce][2], sin[kAtOnce][2], a[kAtOnce][kRows][2], b[kAtOnce][kRows][2];
+  for (int base = 0; base < half; base += kSome) {
+    float2 cos[kSome][kRows][2], sin[kSome][kRows][2];
+    float2 a[kSome][kRows][2], b[kSome][kRows][2];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
+    for (int j = 0; j < kSome; ++j) {
       const int step = min(base + j, half - 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int d = 16 * step + 8 * h + 2 * q;
-        cos[j][h] = __ldg(reinterpret_cast<const float2*>(turn + d));
-        sin[j][h] = __ldg(reinterpret_cast<const float2*>(turn + pairs.count() + d));
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
+          cos[j][i][h] = __ldg(reinterpret_cast<const float2*>(turns[i] + d));
+          sin[j][i][h] = __ldg(reinterpret_cast<const float2*>(turns[i] + pairs.count() + d));
           a[j][i][h] = load(i, d);
           b[j][i][h] = load(i, d + pairs.count());
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
+    for (int j = 0; j < kSome; ++j) {
       if (base + j >= half) break;
       float2 first[2][kRows], second[2][kRows];
 #pragma unroll
@@ -159,8 +165,8 @@ __device__ __forceinline__ void turn_rows(
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           float2 x = a[j][i][h], y = b[j][i][h];
-          rotate_pair(x.x, y.x, cos[j][h].x, sin[j][h].x);
-          rotate_pair(x.y, y.y, cos[j][h].y, sin[j][h].y);
+          rotate_pair(x.x, y.x, cos[j][i][h].x, sin[j][i][h].x);
+          rotate_pair(x.y, y.y, cos[j][i][h].y, sin[j][i][h].y);
           first[h][i] = x;
           second[h][i] = y;
         }
@@ -211,136 +217,5 @@ struct TileView {
     every_end = of_least.end;
   }
 };
-
-// What is kept of a row beside its output. The output is divided by `sum`, of the weights as they
-// were rounded for the second product; the log-sum-exp is of `exact`, of those that were not.
-struct __align__(16) RowSums { float max, sum, exact, unused; };
-
-// Writes elements d and d + 1 of a finished row, and its log-sum-exp.
-__device__ __forceinline__ void finish_row(
-    const Attention& call, const RowPlace& place, int d, const RowSums& sums, float a, float b) {
-  const SoftmaxState<float> state{sums.max, sums.sum};
-  store_two(
-      call.out, call.out.offset(place.token, place.head) + d, finish(state, a), finish(state, b));
-  if (d == 0 && call.lse != nullptr) {
-    call.lse[place.token * call.num_heads + place.head] =
-        log_sum_exp(SoftmaxState<float>{sums.max, sums.exact});
-  }
-}
-
-// A unit's partial of one range.
-struct PartialView {
-  float* out;     // [tile_rows, head_dim]
-  RowSums* sums;  // [tile_rows]
-
-  __device__ __forceinline__ PartialView(const Work& work, int32_t slot, int head_dim)
-      : out(work.partials + slot * partial_floats(work.shape.tile_rows, head_dim)),
-        sums(reinterpret_cast<RowSums*>(out + int64_t{work.shape.tile_rows} * head_dim)) {}
-};
-
-__device__ __forceinline__ RowSums load_sums(const RowSums* p) {
-  const float4 x = __ldcg(reinterpret_cast<const float4*>(p));
-  return {x.x, x.y, x.z, x.w};
-}
-
-// Partials of one row, in order. Their maxima come first, all of them, so that no load waits for
-// the arithmetic of another: the weights of SoftmaxState, measured from the common maximum.
-struct Merging {
-  SoftmaxState<float> state = empty_softmax();
-  float exact = 0.0f, a = 0.0f, b = 0.0f;
-
-  __device__ __forceinline__ explicit Merging(float top) { state.raise(top); }
-  __device__ __forceinline__ void add(const RowSums& sums, float2 out) {
-    const float weight = state.weight(sums.max);
-    state.add(sums.sum * weight);
-    exact = exact + sums.exact * weight;
-    a = a + out.x * weight;
-    b = b + out.y * weight;
-  }
-  __device__ __forceinline__ RowSums sums() const { return {state.max, state.sum, exact, 0.0f}; }
-};
-
-// Called by all threads once this block's partial of the unit is written. Whoever comes last merges
-// them all, in the order of the ranges, and writes the rows.
-template <int kHeadDim>
-__device__ void arrive_and_merge(const Attention& call,
-                                 const Work& work,
-                                 const QueryTile& tile,
-                                 int32_t tile_index,
-                                 int kv_head,
-                                 const UnitParts& parts,
-                                 int* came_last) {
-  constexpr int kTwos = kHeadDim / 2, kAtOnce = 8;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t* arrived = work.arrived + tile_index * work.shape.num_kv_heads + kv_head;
-    const bool last = arrive_at(arrived) == parts.count - 1;
-    if (last) *arrived = 0;
-    *came_last = last;
-  }
-  __syncthreads();
-  if (*came_last) {
-    const int64_t step = 2 * partial_floats(work.shape.tile_rows, kHeadDim);
-    for (int item = threadIdx.x; item < tile.num_rows * kTwos; item += blockDim.x) {
-      const int row = item / kTwos, d = item % kTwos * 2;
-      // Part 0 is in a slot of its own, the others are evenly spaced.
-      const PartialView first(work, parts.first_slot, kHeadDim);
-      const PartialView rest(work, 2 * parts.first_range, kHeadDim);
-      const RowSums first_sums = load_sums(first.sums + row);
-      const float2 first_out =
-          __ldcg(reinterpret_cast<const float2*>(first.out + row * kHeadDim + d));
-      float top = first_sums.max;
-      for (int base = 1; base < parts.count; base += kAtOnce) {
-        float max[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int part = min(base + i, parts.count - 1);
-          max[i] = __ldcg(reinterpret_cast<const float*>(rest.sums + row) + part * step);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, max[i]);
-      }
-      Merging merging(top);
-      merging.add(first_sums, first_out);
-      for (int base = 1; base < parts.count; base += kAtOnce) {
-        RowSums sums[kAtOnce];
-        float2 out[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int part = min(base + i, parts.count - 1);
-          sums[i] = load_sums(reinterpret_cast<const RowSums*>(
-              reinterpret_cast<const float*>(rest.sums + row) + part * step));
-          out[i] =
-              __ldcg(reinterpret_cast<const float2*>(rest.out + row * kHeadDim + d + part * step));
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (base + i < parts.count) merging.add(sums[i], out[i]);
-        }
-      }
-      finish_row(call, place_of(work, tile, kv_head, row), d, merging.sums(), merging.a, merging.b);
-    }
-  }
-  __syncthreads();
-}
-
-// Rows that see no key: zeros, and -inf.
-template <int kHeadDim>
-__device__ void finish_blind_tiles(const Attention& call,
-                                   const Work& work,
-                                   const WorkHeader& header) {
-  if (header.num_blind_tiles == 0) return;
-  for (int index = blockIdx.x; index < header.num_tiles; index += gridDim.x) {
-    const QueryTile tile = work.tiles[index];
-    if (tile.num_stages > 0) continue;
-    for (int kv_head = 0; kv_head < call.cache.num_kv_heads; ++kv_head) {
-      for (int item = threadIdx.x; item < tile.num_rows * (kHeadDim / 2); item += blockDim.x) {
-        const int row = item / (kHeadDim / 2), d = item % (kHeadDim / 2) * 2;
-        const RowSums none{kMinusInfinity, 0.0f, 0.0f, 0.0f};
-        finish_row(call, place_of(work, tile, kv_head, row), d, none, 0.0f, 0.0f);
-      }
-    }
-  }
-}
 
 }  // namespace memkv::cuda

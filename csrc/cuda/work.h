@@ -8,6 +8,32 @@
 
 namespace memkv::cuda {
 
+// A query token of a sequence that reads a segment together with others.
+struct alignas(16) SharedRow {
+  int32_t token;     // row of q
+  int32_t position;  // of the token, where the segment's first token is at 0
+  int32_t segment;   // of the sequence's own
+  int32_t unused;
+};
+
+// Segments of different sequences that map the same blocks, at whatever positions, are a group:
+//
+//     sequence 0   [ A ][ B ][ own 0 ]        group 0   A: rows of sequences 0 and 1
+//     sequence 1   [ B ][ A ][ own 1 ]        group 1   B: rows of sequences 0, 1 and 2
+//     sequence 2   [ C ][ B ][ own 2 ]
+//
+// A group's blocks are read once for all its rows, each turned as its own segment asks.
+struct SharedSegments {
+  int32_t* slots;   // [num_segments], of a segment's first row in `rows`; -1: its sequence reads it
+                    // alone. Null: nothing is shared
+  SharedRow* rows;  // [own_rows], group after group
+  float* kept;      // [kept_rows, num_heads, head_dim], then [kept_rows, num_heads] of RowSums
+  int32_t own_rows;  // where in `kept` those begin that sequences found alone
+  int32_t kept_rows;
+  int32_t tile_tokens;  // from the first of a sequence's to the next's
+  bool of_groups;       // the tiles of this work are of groups, their tokens are `rows`
+};
+
 struct Work {
   WorkShape shape;
   WorkHeader* header;
@@ -24,6 +50,7 @@ struct Work {
   int32_t grid;          // blocks of threads
   int32_t warps;         // of a block, and stages of a warp's ring: for few queries
   int32_t stages;
+  SharedSegments shared;
 };
 
 // A partial: out [tile_rows, head_dim], then a RowSums for each row.

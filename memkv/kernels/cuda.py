@@ -1,11 +1,12 @@
 """The CUDA kernels: which calls they serve, and what a step's plan becomes for them.
 
-    plan     ──► work of few rows    sequences of 1 .. 16 rows (query tokens * heads of a kv head): decode
+    plan     ──► work of groups      segments whose blocks several sequences of few rows map: read once
+             ──► work of few rows    sequences of 1 .. 16 rows (query tokens * heads of a kv head): decode
              ──► work of many rows   the others: prefill, questions, recomputed blocks
-             ──► work of the mass    all sequences, where block mass is wanted
 
 A work is planned on the device once for all layers of a step that have its shape and window; nothing is
 copied back, so that a step can be captured in a CUDA graph. `AttentionPlan.refresh` has it planned again.
+Where block mass is wanted, nothing is read together, and a second pass over the same works adds it up.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Tuning:
         fixed_range: stages of every range, wherever it lies: a sequence's bits are the same in any batch.
         split: False gives each unit one worker.
         overlap: a decode kernel may begin while the kernel before it ends.
+        least_saved: tokens that are read once less for blocks that sequences share, before they are shared.
     """
 
     ranges_per_worker: int = 0
@@ -43,6 +45,7 @@ class Tuning:
     fixed_range: int = 0
     split: bool = True
     overlap: bool = True
+    least_saved: int = 0
 
 
 @contextmanager
@@ -113,12 +116,20 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     real = partial(torch.zeros, dtype=torch.float32, device=device)
     all_lse = real((num_tokens, num_heads)) if lse or block_mass else None
-    mass = real((num_heads, plan.num_entries)) if block_mass else None
     if num_tokens == 0:
+        mass = real((num_heads, plan.num_entries)) if block_mass else None
         return AttentionResult(out, all_lse if lse else None, mass)
     with torch.cuda.device(device):
         stream = _stream(device)
         native_cache = cache_of(k_cache, v_cache)
+        _, kv_heads, head_dim, size = v_cache.shape
+        mixed = q.dtype != k_cache.dtype
+        shape = _Shape(
+            kv_heads, num_heads // kv_heads, head_dim, size, k_cache.dtype, mixed, window, not block_mass
+        )
+        works, planned = _works(plan, native_cache, shape, stream)
+        tiles = max(work.tiles_of_one for work in works)
+        planes = real((tiles, num_heads, plan.num_entries)) if block_mass else None
         turned = rotation is not None and plan.kept_turns(rotation) is None
         turns = None if rotation is None else _turns(plan, rotation, stream)
         call = _kernels.cuda_attention(
@@ -134,18 +145,20 @@ def paged_attention(
             softcap,
             window,
             0 if all_lse is None else all_lse.data_ptr(),
-            0 if mass is None else mass.data_ptr(),
+            0 if planes is None else planes.data_ptr(),
+            lse,  # without it, many rows keep the digits that a query came with
         )
-        _, kv_heads, head_dim, size = v_cache.shape
-        mixed = q.dtype != k_cache.dtype
-        shape = _Shape(kv_heads, num_heads // kv_heads, head_dim, size, k_cache.dtype, mixed, window)
-        works, planned = _works(plan, native_cache, shape, stream)
         for index, work in enumerate(works):
             # The planner, or a kernel beside which another one may run, must not be the one before.
             overlap = _tuning.overlap and not (turned or planned or index)
             _kernels.cuda_attend(call, work.native, work.loop, shape.exact, overlap, stream)
-        if mass is not None:
-            _kernels.cuda_add_block_mass(call, _mass_work(plan, native_cache, shape, stream).native, stream)
+            if work.slots is not None:
+                _kernels.cuda_join_shared(call, work.native, stream)
+        if planes is None:
+            return AttentionResult(out, all_lse)
+        for work in works:
+            _kernels.cuda_add_block_mass(call, work.native, work.loop, shape.exact, stream)
+    mass = planes[0] if planes.shape[0] == 1 else planes.sum(0)
     return AttentionResult(out, all_lse if lse else None, mass)
 
 
@@ -187,9 +200,12 @@ def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
     )
 
 
-_MAX_GROUP = 64  # csrc/cuda/block_mass.cuh: kMaxGroup
-_FEW, _MANY, _MASS = 0, 1, 2  # csrc/cuda/launch.h: Loop
+_MAX_GROUP = 32  # csrc/cuda/many_mass.cuh: kManyMassGroup
+_FEW, _MANY = 0, 1  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
+_LEAST_SHARED_ROWS = 32  # of a kv head, in a group: fewer leave the loop of many rows idle
+_LEAST_SAVED_BYTES = 128 << 20  # of K and V of a layer: what the passes over groups take to read
+_MOST_SHARED_SEGMENTS = 2048  # csrc/cuda/launch.h: kMostSharedSegments
 _ALL_ROWS = 2**31 - 1
 _tuning = Tuning()
 
@@ -205,13 +221,19 @@ class _Shape:
     dtype: torch.dtype
     exact: bool  # queries of another dtype than the cache: float32, as a rule
     window: int
+    shares: bool  # whether sequences may read blocks together
 
 
 @dataclass(slots=True)
 class _Work:
     native: _kernels.Work
     loop: int
-    memory: tuple[Tensor, Tensor]  # what `native` points to
+    tiles_of_one: int  # of a sequence, at most
+    memory: tuple[Tensor, ...]  # what `native` points to
+    least_saved: int = 0  # of a work of groups, as Tuning.least_saved
+    slots: Tensor | None = (
+        None  # where its sequences share blocks: [num_segments], -1 for those of one reader
+    )
     planned: bool = False
 
 
@@ -223,36 +245,80 @@ def _works(
     if works is None:
         counts = plan.query_counts()
         rows = [count * shape.group for count in counts]
-        few = max((count for count in rows if count <= _FEW_ROWS), default=0)
+        few = max((count for count in rows if 0 < count <= _FEW_ROWS), default=0)
         works = []
         most = max(rows, default=0)
         if shape.exact or (most > _FEW_ROWS and not _fits_many(plan, cache, shape)):
             works.append(_new_work(plan, cache, shape, _FEW, 8 if shape.exact else 16, (1, _ALL_ROWS)))
         else:
             if few:
-                works.append(_new_work(plan, cache, shape, _FEW, 8 if few <= 8 else 16, (1, _FEW_ROWS)))
+                own = _new_work(plan, cache, shape, _FEW, 8 if few <= 8 else 16, (1, _FEW_ROWS))
+                works.extend(_with_groups(plan, cache, shape, own, few // shape.group))
             if most > _FEW_ROWS:
                 works.append(_new_work(plan, cache, shape, _MANY, 0, (_FEW_ROWS + 1, _ALL_ROWS)))
         plan.derived[shape] = works
-    planned = [_plan(plan, work, stream) for work in works]
+    planned = [_plan(plan, work, shape, stream) for work in works]
     return works, any(planned)
 
 
-def _mass_work(plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, stream: int) -> _Work:
-    work: _Work | None = plan.derived.get((shape, _MASS))
-    if work is None:
-        work = plan.derived[shape, _MASS] = _new_work(plan, cache, shape, _MASS, 0, (1, _ALL_ROWS))
-    _plan(plan, work, stream)
-    return work
-
-
-def _plan(plan: AttentionPlan, work: _Work, stream: int) -> bool:
+def _plan(plan: AttentionPlan, work: _Work, shape: _Shape, stream: int) -> bool:
     """Whether there was anything to do."""
     if work.planned:
         return False
-    _kernels.cuda_plan_work(step_plan(plan), work.native, stream)
+    if work.least_saved:
+        _kernels.cuda_plan_shared(
+            step_plan(plan), work.native, shape.block_size, _LEAST_SHARED_ROWS, work.least_saved, stream
+        )
+    else:
+        _kernels.cuda_plan_work(step_plan(plan), work.native, stream)
     work.planned = True
     return True
+
+
+def _with_groups(
+    plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, own: _Work, most_tokens: int
+) -> list[_Work]:
+    """The work of few rows, behind the work of what its sequences share where that may be worth it."""
+    least_saved = _tuning.least_saved or _LEAST_SAVED_BYTES // (4 * shape.kv_heads * shape.head_dim)
+    if not _may_share(plan, shape, most_tokens, least_saved) or not _fits_many(plan, cache, shape):
+        return [own]
+    own_rows = plan.num_segments * most_tokens  # of `kept` in front: query tokens of each shared segment
+    kept_rows = own_rows + plan.num_seqs * most_tokens
+    slots = torch.empty(plan.num_segments, dtype=torch.int32, device=plan.device)
+    rows = torch.empty(own_rows, 4, dtype=torch.int32, device=plan.device)
+    floats = kept_rows * shape.kv_heads * shape.group * (shape.head_dim + 4)
+    kept = torch.empty(floats, dtype=torch.float32, device=plan.device)
+    groups = _new_work(plan, cache, shape, _MANY, 0, (1, _FEW_ROWS), group_rows=own_rows * shape.group)
+    groups.least_saved, own.slots = least_saved, slots
+    for work in (groups, own):
+        work.native = _kernels.cuda_share(
+            work.native,
+            slots.data_ptr(),
+            rows.data_ptr(),
+            kept.data_ptr(),
+            own_rows,
+            kept_rows,
+            most_tokens,
+            work is groups,
+        )
+        work.memory += (slots, rows, kept)
+    return [groups, own]
+
+
+def _may_share(plan: AttentionPlan, shape: _Shape, most_tokens: int, least_saved: int) -> bool:
+    """Whether sequences of few rows may save so many tokens; the planner on the device looks closer."""
+    fixed = _tuning.fixed_range or not _tuning.split  # a sequence's bits must not depend on the batch
+    if not shape.shares or fixed or plan.num_seqs < 2 or plan.num_segments > _MOST_SHARED_SEGMENTS:
+        return False
+    found = plan.segments_by_blocks(_FEW_ROWS // shape.group)
+    if found is None:
+        return True
+    saved = sum(
+        (count - 1) * (min(tokens, shape.window) if shape.window else tokens)
+        for (_, tokens), count in found.items()
+        if count * most_tokens * shape.group >= _LEAST_SHARED_ROWS
+    )
+    return saved >= least_saved
 
 
 def _new_work(
@@ -262,7 +328,9 @@ def _new_work(
     loop: int,
     tile_rows: int,
     rows: tuple[int, int],
+    group_rows: int = 0,
 ) -> _Work:
+    """Work for the sequences that have so many rows; or for groups, of at most `group_rows` rows together."""
     tuning = _tuning
     device = plan.device
     fits = _loop_shape(device, cache, shape, loop, tile_rows)
@@ -276,11 +344,14 @@ def _new_work(
     max_tiles, tiles_of_one = sum(tiles), max(tiles, default=0)
     max_runs = tiles_of_one * plan.num_segments + max_tiles
     max_stages = tiles_of_one * plan.num_entries * shape.kv_heads  # of all units
+    if group_rows:
+        max_tiles = group_rows // fits.tile_rows + group_rows // _LEAST_SHARED_ROWS
+        max_runs = 2 * max_tiles
     grid = max(1, min(fits.workers * (tuning.ranges_per_worker or 1), max_stages))
     max_ranges, fixed_range = grid, 0
-    if loop != _MASS and not tuning.split:
+    if not tuning.split:
         fixed_range, max_ranges = max(1, plan.num_entries), max_tiles * shape.kv_heads
-    elif loop != _MASS and tuning.fixed_range:
+    elif tuning.fixed_range:
         fixed_range = tuning.fixed_range
         max_ranges = max_stages // fixed_range + max_tiles * shape.kv_heads
     if fixed_range:
@@ -298,7 +369,7 @@ def _new_work(
     )
     num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    floats = 0 if loop == _MASS else 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4)
+    floats = 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4)
     partials = torch.empty(floats, dtype=torch.float32, device=device)
     native = _kernels.cuda_work(
         memory.data_ptr(),
@@ -311,7 +382,7 @@ def _new_work(
         fits.warps,
         fits.stages,
     )
-    return _Work(native, loop, (memory, partials))
+    return _Work(native, loop, max(1, tiles_of_one), (memory, partials))
 
 
 _loop_shapes: dict[tuple[object, ...], _kernels.LoopShape] = {}

@@ -94,6 +94,7 @@ class AttentionPlan:
     _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
     _stale_turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
     _fits: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)  # blocks, their size
+    _changes: set[str] = field(default_factory=set, init=False, repr=False)  # tensors changed in place
 
     def __post_init__(self) -> None:
         shapes = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}
@@ -224,6 +225,7 @@ class AttentionPlan:
         What was derived from them is derived again at its next use, into the same memory: inside a captured
         CUDA graph this puts the planning into the graph. The new contents are trusted, not validated.
         """
+        self._changes.update(("query_position", "segment_start", "segments", "block_ids"))
         self._stale_turns.update(self._turns)
         self._turns.clear()
         for works in self.derived.values():
@@ -234,6 +236,21 @@ class AttentionPlan:
         """Query rows of each sequence."""
         counts: list[int] = np.diff(self._on_host("query_start")).tolist()
         return counts
+
+    def segments_by_blocks(self, max_tokens: int) -> dict[tuple[int, int], int] | None:
+        """How many segments have the same first block and number of tokens; None where that changes in place.
+
+        Counted are those of sequences with 1 .. `max_tokens` query rows.
+        """
+        if self._changes:
+            return None
+        counts = np.diff(self._on_host("query_start"))
+        owned = np.diff(self._on_host("segment_start"))
+        segments = self._on_host("segments")[np.repeat((counts > 0) & (counts <= max_tokens), owned)]
+        segments = segments[segments[:, 1] > 0]
+        first = self._on_host("block_ids")[segments[:, 0]]
+        keys, found = np.unique(np.stack((first, segments[:, 1]), 1), axis=0, return_counts=True)
+        return {(int(block), int(tokens)): int(n) for (block, tokens), n in zip(keys, found, strict=True)}
 
     def kept_turns(self, rotation: Rotation) -> Tensor | None:
         return self._turns.get(rotation)

@@ -12,6 +12,7 @@
 #include "memkv/paged_view.h"
 #include "memkv/rope.h"
 #include "memkv/segment.h"
+#include "memkv/shared_groups.h"
 #include "memkv/softmax_state.h"
 #include "memkv/work_split.h"
 
@@ -172,6 +173,57 @@ void work_split() {
   }
 }
 
+// The planner of cuda/share.cu in a straight line, against groups found by comparing everything.
+void shared_groups() {
+  std::mt19937 random(2);
+  const auto pick = [&](int least, int most) {
+    return std::uniform_int_distribution<int>(least, most)(random);
+  };
+  for (int round = 0; round < 300; ++round) {
+    std::vector<Segment> segments;
+    std::vector<int32_t> ids, tokens, leaders;
+    for (int i = pick(1, 30); i > 0; --i) {
+      const int num_tokens = pick(0, 2) * 16 + pick(0, 1) * 5;
+      segments.push_back({int32_t(ids.size()), num_tokens, pick(0, 99), pick(0, 99)});
+      for (int block = 0; block * 16 < num_tokens; ++block) ids.push_back(pick(0, 1));
+      tokens.push_back(pick(1, 4));
+    }
+    const int count = int(segments.size());
+    const auto blocks = [&](int i) {
+      const auto first = ids.begin() + segments[i].first_entry;
+      return std::vector<int32_t>(first, first + (segments[i].num_tokens + 15) / 16);
+    };
+    std::vector<uint32_t> keys;
+    for (const Segment& segment : segments) keys.push_back(share_key(segment, ids.data()));
+    for (int i = 0; i < count; ++i) leaders.push_back(leader_of(keys.data(), i));
+    for (int i = 0; i < count; ++i) {
+      bool same = leaders[i] >= 0;
+      for (int lane = 0; lane < 3 && same; ++lane) {
+        same = same_blocks(segments[i], segments[leaders[i]], ids.data(), 16, lane, 3);
+      }
+      if (!same) leaders[i] = -1;
+    }
+    for (int i = 0; i < count; ++i) {
+      const int leader = leaders[i];
+      if (leader < 0) continue;
+      expect(blocks(i) == blocks(leader), "groups: the same blocks");
+      expect(segments[i].num_tokens == segments[leader].num_tokens, "groups: as many tokens");
+      expect(leaders[leader] == leader && leader <= i, "groups: the leader is the first");
+      int before = 0;
+      for (int j = 0; j < i; ++j) before += leaders[j] == leader ? tokens[j] : 0;
+      expect(tokens_before(leaders.data(), tokens.data(), i) == before, "groups: tokens in front");
+    }
+    for (int i = 0; i < count; ++i) {
+      for (int j = 0; j < i; ++j) {  // where the first of a key is a leader, no equal is left out
+        const bool same = segments[i].num_tokens > 0 && keys[i] == keys[j] &&
+                          segments[i].num_tokens == segments[j].num_tokens &&
+                          blocks(i) == blocks(j);
+        if (same && leaders[j] == j) expect(leaders[i] == j, "groups: all that are the same");
+      }
+    }
+  }
+}
+
 void visibility() {
   const Segment segment{0, 10, 100, 7};
   const auto is = [&](int query, int window, int begin, int end) {
@@ -209,6 +261,7 @@ int main() {
   rope();
   turned_rows();
   work_split();
+  shared_groups();
   visibility();
   addresses();
   bfloat();

@@ -16,7 +16,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc"
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("80", "90a")
-FILES = ("head_dim_256", "head_dim_128", "plan", "move_kv", "launch")
+FILES = ("head_dim_256", "head_dim_128", "plan", "share", "join", "move_kv", "launch")
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xptxas=-v")
 
 

@@ -1,7 +1,7 @@
 """The lanes of the CUDA kernels, emulated: each fragment they load is the part of K, V and Q it is taken for.
 
-What is emulated is the address of each lane, as few_queries.cuh, many_queries.cuh and block_mass.cuh compute
-it, and where the instructions put what they load (instructions.cuh).
+What is emulated is the address of each lane, as few_queries.cuh, many_products.cuh and many_mass.cuh compute
+it, and where the instructions put what they load (instructions.cuh, warpgroup.cuh).
 """
 
 from __future__ import annotations
@@ -86,19 +86,60 @@ def test_few_queries_reads_blocks_as_they_are_stored(head_dim: int, block_size: 
                 np.testing.assert_allclose(out[:, i], right[G + i // 2 * 8, 2 * Q + i % 2])
 
 
+def core_matrices(memory: Array, byte: int, along_k: int, columns: int) -> Array:
+    """What wgmma takes for B [16, columns]: 8 x 8 core matrices, columns in rows of 16 bytes."""
+    k, column = np.arange(16)[:, None], np.arange(columns)
+    at = byte + k // 8 * along_k + column // 8 * 128 + column % 8 * 16 + k % 8 * 2
+    return memory[at // 2]
+
+
+def ring_stage(keys: Array, values: Array, ones: int) -> tuple[Array, int, int]:
+    """K and V of a stage in shared memory; bytes of K, and of a group of 8 tokens of V."""
+    tokens, head_dim = keys.shape
+    group_bytes = head_dim * 16 + ones * 16 + 64
+    k_bytes = keys.size * 2
+    memory = np.full((k_bytes + tokens // 8 * group_bytes) // 2, np.nan)
+    memory[: keys.size] = keys.reshape(tokens, head_dim // 8, 8).transpose(1, 0, 2).ravel()
+    for group in range(tokens // 8):
+        start = (k_bytes + group * group_bytes) // 2
+        memory[start : start + head_dim * 8] = values[group * 8 : group * 8 + 8].T.ravel()
+        memory[start + head_dim * 8 : start + head_dim * 8 + ones * 8] = 1.0
+    return memory, k_bytes, group_bytes
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_warpgroups_read_the_ring(head_dim: int) -> None:
+    random = np.random.default_rng(3)
+    tokens = 64
+    keys, values = random.standard_normal((2, tokens, head_dim))
+    queries = random.standard_normal((64, head_dim))
+    memory, k_bytes, group_bytes = ring_stage(keys, values, ones=8)
+    scores = np.zeros((64, tokens))
+    for step in range(head_dim // 16):
+        b = core_matrices(memory, step * 2 * tokens * 16, tokens * 16, tokens)
+        scores += queries[:, 16 * step : 16 * step + 16] @ b
+    np.testing.assert_allclose(scores, queries @ keys.T)
+    out, total = np.zeros((64, head_dim)), np.zeros((64, 8))
+    widths = [64] * (head_dim // 64) + [head_dim % 64] * (head_dim % 64 > 0)
+    for n in range(tokens // 16):
+        weight, first = scores[:, 16 * n : 16 * n + 16], k_bytes + 2 * n * group_bytes
+        d = 0
+        for width in widths:
+            out[:, d : d + width] += weight @ core_matrices(memory, first + d * 16, group_bytes, width)
+            d += width
+        total += weight @ core_matrices(memory, first + head_dim * 16, group_bytes, 8)
+    np.testing.assert_allclose(out, scores @ values)
+    np.testing.assert_allclose(total, np.repeat(scores.sum(1, keepdims=True), 8, axis=1))
+
+
 @pytest.mark.parametrize(("head_dim", "tokens"), [(64, 64), (80, 64), (128, 64), (256, 32)])
 def test_many_queries_reads_its_ring(head_dim: int, tokens: int) -> None:
     random = np.random.default_rng(1)
     keys, values = random.standard_normal((2, tokens, head_dim))
     queries = random.standard_normal((16, head_dim))
-    k_memory = keys.reshape(tokens, head_dim // 8, 8).transpose(1, 0, 2).ravel()
-    group_bytes = head_dim * 16 + 64
-    v_memory = np.zeros(tokens // 8 * group_bytes // 2)
-    for group in range(tokens // 8):
-        start = group * group_bytes // 2
-        v_memory[start : start + head_dim * 8] = values[group * 8 : group * 8 + 8].T.ravel()
+    memory, k_bytes, group_bytes = ring_stage(keys, values, ones=0 if head_dim > 128 else 8)
     k_lane = (LANE % 8 + LANE // 16 * 8) * 16 + LANE // 8 % 2 * (tokens * 16)
-    v_lane = (LANE % 8 + LANE // 16 * 8) * 16 + LANE // 8 % 2 * group_bytes
+    v_lane = k_bytes + (LANE % 8 + LANE // 16 * 8) * 16 + LANE // 8 % 2 * group_bytes
     for lanes in (k_lane, v_lane):
         assert all(wavefronts(lanes[8 * i : 8 * i + 8]) == 1 for i in range(4))
 
@@ -107,7 +148,7 @@ def test_many_queries_reads_its_ring(head_dim: int, tokens: int) -> None:
         d = (16 * step + 2 * Q)[:, None] + PAIR
         a = [queries[(G + i % 2 * 8)[:, None], d + i // 2 * 8] for i in range(4)]
         for n in range(0, tokens // 8, 2):
-            k = load_matrices(k_memory, k_lane + step * 2 * tokens * 16 + n * 8 * 16)
+            k = load_matrices(memory, k_lane + step * 2 * tokens * 16 + n * 8 * 16)
             scores[n] += multiply(a, k[:2])
             scores[n + 1] += multiply(a, k[2:])
     expected = queries @ keys.T
@@ -117,7 +158,7 @@ def test_many_queries_reads_its_ring(head_dim: int, tokens: int) -> None:
     for n in range(0, tokens // 8, 2):
         weight = [scores[n + i // 2][:, i % 2 * 2 : i % 2 * 2 + 2] for i in range(4)]
         for m in range(head_dim // 16):
-            v = load_matrices(v_memory, v_lane + n * group_bytes + m * 16 * 16)
+            v = load_matrices(memory, v_lane + n * group_bytes + m * 16 * 16)
             out[2 * m] += multiply(weight, v[:2])
             out[2 * m + 1] += multiply(weight, v[2:])
     right = expected @ values
@@ -125,19 +166,30 @@ def test_many_queries_reads_its_ring(head_dim: int, tokens: int) -> None:
         np.testing.assert_allclose(out[n][:, i], right[G + i // 2 * 8, n * 8 + 2 * Q + i % 2])
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_block_mass_reads_keys_in_any_order_of_dimensions(head_dim: int) -> None:
-    random = np.random.default_rng(2)
-    keys, queries = random.standard_normal((16, head_dim)), random.standard_normal((8, head_dim))
-    padded = -(-head_dim // 32) * 32
-    keys_padded, queries_padded = np.zeros((16, padded)), np.zeros((8, padded))
-    keys_padded[:, :head_dim], queries_padded[:, :head_dim] = keys, queries
-    score = np.zeros((32, 4))
-    for j, m in itertools.product(range(padded // 32), range(2)):
-        d = (8 * (4 * j + Q) + 4 * m)[:, None] + PAIR
-        a = [keys_padded[(G + i % 2 * 8)[:, None], d + i // 2 * 2] for i in range(4)]
-        b = [queries_padded[G[:, None], d], queries_padded[G[:, None], d + 2]]
-        score += multiply(a, b)
-    expected = keys @ queries.T
-    for i in range(4):
-        np.testing.assert_allclose(score[:, i], expected[G + i // 2 * 8, 2 * Q + i % 2], atol=1e-12)
+@pytest.mark.parametrize(
+    ("group", "first_head", "num_rows"), [(4, 0, 128), (3, 2, 16), (17, 5, 9), (1, 0, 3)]
+)
+def test_many_rows_add_up_their_mass(group: int, first_head: int, num_rows: int) -> None:
+    """Of one warp: 16 rows, 64 tokens."""
+    random = np.random.default_rng(4)
+    weights = random.random((16, 64))
+    rows = np.zeros((32, 4))
+    for n in range(4):
+        tile = weights[:, 16 * n : 16 * n + 16]
+        a = [tile[(G + i % 2 * 8)[:, None], (2 * Q + i // 2 * 8)[:, None] + PAIR] for i in range(4)]
+        b = [np.repeat((2 * n + i == G).astype(float)[:, None], 2, axis=1) for i in range(2)]
+        rows += multiply(a, b)
+    turned = [transpose(rows[:, :2]), transpose(rows[:, 2:])]
+    used = np.arange(16) < num_rows
+    head_of = np.where(used, (first_head + np.arange(16)) % group, -1)
+    groups = weights.reshape(16, 8, 8).sum(2)
+    for head in range(0, group, 16):
+        a = [
+            (head_of[(2 * Q + i // 2 * 8)[:, None] + PAIR] == (head + G + i % 2 * 8)[:, None]).astype(float)
+            for i in range(4)
+        ]
+        heads = multiply(a, turned)
+        for i in range(4):
+            of = head + G + i // 2 * 8
+            expected = [groups[head_of == h].sum(0)[2 * q + i % 2] for h, q in zip(of, Q, strict=True)]
+            np.testing.assert_allclose(heads[:, i], expected)

@@ -70,7 +70,9 @@ struct Attention {
   float softcap;      // 0: none
   int window;         // 0: none
   float* lse;         // [num_tokens, num_heads], or null
-  float* block_mass;  // [num_heads, num_entries], zeroed, or null
+  bool all_digits;    // the log-sum-exp shows what a query has more than its dtype, once turned
+  float* block_mass;  // [num_heads, num_entries], zeroed, or null; on a GPU one such plane for each
+                      // tile of many rows that a sequence has
 
   MEMKV_HD int group() const { return num_heads / cache.num_kv_heads; }
 };

@@ -41,7 +41,8 @@ struct alignas(16) QueryTile {
   int32_t num_stages;   // of each unit
   int32_t unit_length;  // num_stages, rounded up to whole ranges where those are fixed
   int32_t least_position, most_position;  // of its rows
-  int32_t unused[2];
+  int32_t kept_row;                       // of first_token, where rows are kept to be joined
+  int32_t index;                          // of the sequence's tiles
 };
 
 struct alignas(16) StageRun {

@@ -1,0 +1,77 @@
+// What planners of tiles share: scans over their one block of threads, and the cut into ranges.
+#pragma once
+
+#include "work.h"
+
+namespace memkv::cuda {
+
+inline constexpr int kPlanThreads = 1024;
+inline constexpr int kPlanWarps = kPlanThreads / 32;
+inline constexpr unsigned kPlanLanes = 0xffffffffu;
+
+inline __device__ int32_t warp_scan(int32_t x) {  // inclusive
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t before = __shfl_up_sync(kPlanLanes, x, step);
+    if (int(threadIdx.x % 32) >= step) x += before;
+  }
+  return x;
+}
+
+// Exclusive prefix of x over the threads; total is of all. Every thread takes part.
+inline __device__ int32_t block_scan(int32_t x, int32_t& total) {
+  __shared__ int32_t of_warp[kPlanWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t sum = warp_scan(x);
+  __syncthreads();
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  if (warp == 0) of_warp[lane] = warp_scan(of_warp[lane]);
+  __syncthreads();
+  total = of_warp[kPlanWarps - 1];
+  return sum - x + (warp > 0 ? of_warp[warp - 1] : 0);
+}
+
+// Lays the units of planned tiles end to end and writes where ranges begin. Called by all threads,
+// behind a barrier.
+inline __device__ void cut_into_ranges(const Work& work, int32_t num_tiles) {
+  const WorkShape& shape = work.shape;
+
+  // Units end to end.
+  int32_t length = 0, num_blind = 0;
+  for (int32_t base = 0; base < num_tiles; base += kPlanThreads) {
+    const int32_t tile = base + threadIdx.x;
+    const int32_t own = tile < num_tiles ? work.tiles[tile].unit_length : 0;
+    int32_t all, blind;
+    const int32_t before = block_scan(own * shape.num_kv_heads, all);
+    block_scan(tile < num_tiles && own == 0, blind);
+    if (tile < num_tiles) work.unit_begin[tile] = length + before;
+    length += all;
+    num_blind += blind;
+  }
+  const int32_t step = range_length(shape, length);
+  const int32_t num_ranges = divide_up(length, step);
+  if (threadIdx.x == 0) {
+    work.unit_begin[num_tiles] = length;
+    *work.header = {num_tiles, num_blind, length, step, num_ranges};
+  }
+  __syncthreads();
+
+  // Where ranges begin.
+  for (int32_t range = threadIdx.x; range < num_ranges; range += kPlanThreads) {
+    const int32_t at = range * step;
+    int32_t low = 0, high = num_tiles;  // the last tile that begins at or before `at`
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      (work.unit_begin[middle] <= at ? low : high) = middle;
+    }
+    const QueryTile tile = work.tiles[low];
+    const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
+    const int32_t stage = inside - head * tile.unit_length;
+    work.ranges[range] = {low, head, stage, at - stage, tile};
+  }
+  for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kPlanThreads) {
+    work.arrived[unit] = 0;
+  }
+}
+
+}  // namespace memkv::cuda
