@@ -16,7 +16,7 @@ from memkv.api.controllers import CONTROLLERS
 from memkv.api.operations import SCHEMA_REF
 
 from memkv import __version__, wire
-from memkv.wire import Collection, Document, Job, Page, QueryEvent
+from memkv.wire import Collection, Document, Job, Page, QueryEvent, StoreFile
 
 _STATIC = Path(__file__).parent / "static"
 _ASSETS = {
@@ -30,7 +30,7 @@ _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:",
     "X-Content-Type-Options": "nosniff",
 }
-_PAGES = (Page[Collection], Page[Document], Page[Job])
+_PAGES = (Page[Collection], Page[Document], Page[Job], Page[StoreFile])
 
 
 class DocsController(Controller):

@@ -47,6 +47,17 @@ JobStatusFilter = Annotated[JobStatus | None, QueryParameter(description="Only j
 CollectionFilter = Annotated[
     str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only jobs of this collection")
 ]
+FileKey = Annotated[
+    str,
+    PathParameter(
+        pattern=r"^[0-9a-f]{8,64}$(?!\n)",
+        description="Key of the chunk, or eight of its first digits or more",
+    ),
+]
+FilesOfCollection = Annotated[
+    str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only files made for this collection")
+]
+UnusedOnly = Annotated[bool, QueryParameter(description="Only files that nothing refers to")]
 FilterText = Annotated[
     str | None,
     QueryParameter(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from memkv import admission
 from memkv.errors import ConfigError
 
 
@@ -36,6 +37,10 @@ class StoreConfig:
     data_dir: str = "memkv-data"
     database_url: str = ""  # empty: SQLite inside data_dir
     busy_seconds: float = 5.0  # bounded wait for a locked database
+    max_kv_bytes: int = 0  # of block files; 0: as much as the disk holds
+    max_tenant_kv_bytes: int = 0  # of each tenant's
+    scrub_hours: float = 168.0  # every block file is read once in so many; 0: never by itself
+    scrub_rate_bytes: int = 20_000_000  # read in a second, at most, for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class IngestConfig:
     chunk_tokens: int = 256
-    prefill: str = "eager"  # eager | on_first_use
+    prefill: str = "eager"  # eager | on_first_use | after_N_uses
     batch_chunks: int = 16  # prefilled and published together
     max_document_bytes: int = 10_000_000
 
@@ -105,7 +110,6 @@ _CHOICES = {
     "kv.dtype": ("bfloat16", "float32"),
     "kv.block_size": (8, 16, 32),
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "ingest.prefill": ("eager", "on_first_use"),
     "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
 }
@@ -116,6 +120,10 @@ _AT_LEAST = {
     "server.threads": 1,
     "server.queue_seconds": 0,
     "store.busy_seconds": 0,
+    "store.max_kv_bytes": 0,
+    "store.max_tenant_kv_bytes": 0,
+    "store.scrub_hours": 0,
+    "store.scrub_rate_bytes": 1,
     "engine.pool_bytes": 1,
     "engine.max_batch_tokens": 1,
     "engine.max_running": 1,
@@ -233,6 +241,8 @@ def _parse(key: str, raw: object, origin: str) -> object:
         raise ConfigError(
             f"{key} = {raw!r} ({origin}) is not possible", hint="one of " + ", ".join(map(str, choices))
         )
+    if key == "ingest.prefill" and not admission.is_possible(str(value)):
+        raise ConfigError(f"{key} = {raw!r} ({origin}) is not possible", hint=admission.CHOICES)
     least = _AT_LEAST.get(key)
     if least is not None and isinstance(value, int | float) and not value >= least:
         raise ConfigError(f"{key} = {raw!r} ({origin}) is too small", hint=f"at least {least}")
@@ -255,7 +265,7 @@ def _convert(kind: type, raw: object, *, is_size: bool) -> object:
     if isinstance(raw, bool):
         raise ValueError(raw)
     if kind is int and is_size and isinstance(raw, str):
-        return _parse_size(raw)
+        return parse_size(raw)
     if kind is int:
         return int(raw) if isinstance(raw, int | str) else _refuse(raw)
     if kind is float:
@@ -267,8 +277,8 @@ def _refuse(raw: object) -> object:
     raise ValueError(raw)
 
 
-def _parse_size(text: str) -> int:
-    """`"10M"`, `"1.5 GiB"`, `"4096"` to bytes."""
+def parse_size(text: str) -> int:
+    """`"10M"`, `"1.5 GiB"`, `"4096"` to bytes. Raises ValueError."""
     match = _SIZE.match(text)
     if match is None:
         raise ValueError(text)

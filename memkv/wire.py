@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
+from memkv import admission
 from memkv.errors import MemKVError
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ QueryText = Annotated[str, Meta(min_length=1, max_length=100_000)]
 
 DocumentStatus = Literal["pending", "ready", "failed"]
 JobStatus = Literal["queued", "running", "succeeded", "partial", "failed", "cancelled"]
-Prefill = Literal["eager", "on_first_use"]
+Prefill = Annotated[str, Meta(pattern=admission.PATTERN)]
 Reuse = Literal["auto", "off", "strict"]
 
 
@@ -149,6 +150,7 @@ class CollectionSettings(Request, frozen=True, kw_only=True):
     chunk_tokens: Annotated[int, Meta(ge=16, le=4096)] | None = None
     block_size: Literal[8, 16, 32] | None = None
     prefill: Prefill | None = None
+    max_kv_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0  # of block files made for it; 0: no cap of its own
     system_prompt: Annotated[str, Meta(max_length=16_384)] | None = None
     primer: bool = False  # whether the prefix ends with some documents, so that no chunk was the first
 
@@ -161,6 +163,14 @@ class CollectionPut(CollectionSettings, frozen=True, kw_only=True):
     """Create-or-get by the name in the path; a name in the body must be the same."""
 
     name: Name | None = None
+
+
+class CollectionPatch(Request, frozen=True, kw_only=True):
+    """What of a collection can be changed; None leaves it as it is."""
+
+    description: Annotated[str, Meta(max_length=4096)] | None = None
+    prefill: Prefill | None = None
+    max_kv_bytes: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
 class CollectionCounts(Reply, frozen=True, kw_only=True):
@@ -181,6 +191,7 @@ class Collection(Reply, frozen=True, kw_only=True):
     chunk_tokens: int
     block_size: int
     prefill: Prefill
+    max_kv_bytes: int
     system_prompt: str
     primer: bool
     prefix_tokens: int
@@ -236,6 +247,23 @@ class AcceptedDocument(Reply, frozen=True, kw_only=True):
     notes: list[str] = []  # what normalisation did to the text
 
 
+class Estimate(Reply, frozen=True, kw_only=True):
+    """What documents will cost. Chunks and tokens are counted once each; `new` ones have no KV yet."""
+
+    collection_exists: bool  # else it is counted with the default settings
+    documents: int
+    chunks: int
+    tokens: int
+    new_chunks: int
+    new_tokens: int
+    kv_bytes: int  # of block files, for the new ones
+    index_bytes: int
+    prefill_seconds: float  # for the new ones, at the speed of this engine
+    keep_after_uses: int | None  # from so many uses on, keeping costs less time than computing; None: never
+    room_bytes: int  # below the caps and on the disk
+    fits: bool
+
+
 class JobProgress(Reply, frozen=True, kw_only=True):
     """How far a job is. Of an ingest, bytes of text: they are known beforehand, and grow chunk by chunk."""
 
@@ -266,6 +294,7 @@ class Job(Reply, frozen=True, kw_only=True):
     created_at: str
     started_at: str = ""
     finished_at: str = ""
+    verification: StoreVerification | None = None  # of a finished `verify`
 
 
 class Accepted(Reply, frozen=True, kw_only=True):
@@ -453,19 +482,120 @@ class StoreStats(Reply, frozen=True, kw_only=True):
     kv_bytes: int
     database: dict[str, str]  # the backend and the settings that durability rests on
     warnings: list[str]  # what makes it less durable than it could be
-    pool: dict[str, int]  # blocks by state
+    pool: dict[str, int]  # blocks by state; empty where no model is loaded
     counters: dict[str, int]  # since the store was opened: hits, misses, damaged_<kind>, quarantined ...
+    stale: list[str] = []  # collections made with another model or other settings than this process has
 
 
 class StoreProblem(Reply, frozen=True, kw_only=True):
-    kind: str  # missing | truncated | orphan | index | ...
+    kind: str  # missing | size | digest | mode | orphan | unused | index | database | recomputed | ...
     name: str  # of the file or collection
     detail: str
+    repaired: bool = False
 
 
 class StoreVerification(Reply, frozen=True, kw_only=True):
     full: bool  # every byte was read and checked
     kv_files: int
     kv_bytes: int
-    problems: list[StoreProblem]
+    problems: list[StoreProblem]  # the first thousand
     seconds: float
+    found: int = 0
+    repaired: int = 0
+    recomputed: int = 0  # chunks that were prefilled again and compared
+
+
+class StoreFile(Reply, frozen=True, kw_only=True):
+    """One chunk's KV on disk."""
+
+    key: str  # what it was made from: 64 hex digits
+    collection: str  # that it was made for and counts against; empty: deleted since
+    tokens: int
+    bytes: int
+    chunks: int  # that refer to it; a collection whose prefix it is counts as one; 0: gc removes it
+    uses: int
+    created_at: str
+    used_at: str = ""  # for a question; told a minute late at most
+    verified_at: str = ""  # when every byte was read last
+
+
+class StoreReference(Reply, frozen=True, kw_only=True):
+    collection: str
+    document_id: str
+    external_id: str
+    ordinal: int  # of the chunk in its document
+
+
+class StoreFileDetail(Reply, frozen=True, kw_only=True):
+    file: StoreFile
+    name: str  # within blocks/
+    fingerprint: str
+    references: list[StoreReference]  # the first hundred
+    damage: StoreProblem | None = None  # every byte was read for this
+
+
+class QuarantinedFile(Reply, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    detail: str
+    time: str
+    bytes: int
+
+
+class Quarantine(Reply, frozen=True, kw_only=True):
+    files: list[QuarantinedFile]
+    bytes: int
+
+
+class StoreChange(Reply, frozen=True, kw_only=True):
+    """What was removed; with `dry_run`, what would be."""
+
+    dry_run: bool
+    files: int
+    bytes: int
+    bytes_before: int  # of blocks/, indexes/ and quarantine/, or of the database where that was compacted
+    bytes_after: int
+    failed: int = 0  # files that could not be removed
+
+
+class StoreWork(Reply, frozen=True, kw_only=True):
+    """What a job will do; with `dry_run`, what it would."""
+
+    dry_run: bool
+    files: int  # to be read, or to be made
+    tokens: int
+    bytes: int
+    job: Job | None = None
+
+
+class StoreVerify(Request, frozen=True, kw_only=True):
+    full: bool = True  # read every byte; else sizes and modes only
+    deep: Annotated[int, Meta(ge=0, le=1000)] = 0  # chunks to prefill again, by chance, and to compare
+    repair: bool = False
+    dry_run: bool = False
+
+
+class StoreGC(Request, frozen=True, kw_only=True):
+    dry_run: bool = False
+    force: bool = False  # although a large part of the store would go
+
+
+class StoreEvict(Request, frozen=True, kw_only=True):
+    collection: Name | None = None
+    to_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0  # what may stay
+    dry_run: bool = False
+
+
+class StorePurge(Request, frozen=True, kw_only=True):
+    dry_run: bool = False
+
+
+class StoreCompact(Request, frozen=True, kw_only=True):
+    dry_run: bool = False
+
+
+class StoreCollection(Request, frozen=True, kw_only=True):
+    """Of `warm` and `reprefill`."""
+
+    collection: Name
+    dry_run: bool = False

@@ -148,6 +148,7 @@ class FakeMemory:
                 chunk_tokens=wanted.chunk_tokens or 256,
                 block_size=wanted.block_size or 16,
                 prefill=wanted.prefill or "eager",
+                max_kv_bytes=wanted.max_kv_bytes,
                 system_prompt=wanted.system_prompt or "",
                 primer=wanted.primer,
                 prefix_tokens=1,

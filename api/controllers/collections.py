@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from litestar import Controller, Response, delete, get, post, put
+from litestar import Controller, Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
@@ -15,7 +15,7 @@ from memkv.api.params import After, Before, CollectionName, Limit, Order, page_r
 
 from memkv.errors import CollectionNotFound
 from memkv.validation import Violation
-from memkv.wire import Collection, CollectionCreate, CollectionPut, Page
+from memkv.wire import Collection, CollectionCreate, CollectionPatch, CollectionPut, Page
 
 if TYPE_CHECKING:
     from memkv.memory import Memory
@@ -78,6 +78,17 @@ class CollectionsController(Controller):
         self, collection: CollectionName, calls: NamedDependency[MemoryCalls]
     ) -> Collection:
         return await calls.run(lambda memory: memory.get_collection(collection))
+
+    @patch(
+        "/{collection:str}",
+        summary="Change a collection's description, cap, or when its KV is kept",
+        operation_id="update_collection",
+        responses=problems(404, 413, 415, 507),
+    )
+    async def update_collection(
+        self, collection: CollectionName, data: JSONBody[CollectionPatch], calls: NamedDependency[MemoryCalls]
+    ) -> Collection:
+        return await calls.run(lambda memory: memory.update_collection(collection, data))
 
     @delete(
         "/{collection:str}",

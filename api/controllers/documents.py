@@ -38,6 +38,7 @@ from memkv.wire import (
     Document,
     DocumentCreate,
     DocumentUpload,
+    Estimate,
     Page,
 )
 
@@ -75,6 +76,23 @@ class DocumentsController(Controller):
     ) -> Response[Accepted]:
         seconds = requested_wait(request, finite(wait))
         return await _ingest(calls, collection, await read_documents(request), seconds)
+
+    @post(
+        "/estimate",
+        status_code=200,
+        summary="What ingesting this would cost; nothing is kept",
+        operation_id="estimate_documents",
+        operation_class=IngestOperation,
+        responses=problems(404, 409, 413, 415, 422, 424),
+    )
+    async def estimate(
+        self,
+        request: Request[Any, Any, Any],
+        collection: CollectionName,
+        calls: NamedDependency[MemoryCalls],
+    ) -> Estimate:
+        documents = await read_documents(request)
+        return await calls.run(lambda memory: memory.estimate(collection, documents))
 
     @put(
         "/{document:path}",

@@ -1,20 +1,180 @@
-"""`/v1/store`: what lies on disk."""
+"""`/v1/store`: what lies on disk, and what an operator does to it."""
 
 from __future__ import annotations
 
-from litestar import Controller, get
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
 from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
+from memkv.api.params import (
+    After,
+    Before,
+    FileKey,
+    FilesOfCollection,
+    Limit,
+    Order,
+    UnusedOnly,
+    page_request,
+)
 
-from memkv.wire import StoreStats
+from memkv.wire import (
+    Page,
+    Quarantine,
+    StoreChange,
+    StoreCollection,
+    StoreCompact,
+    StoreEvict,
+    StoreFile,
+    StoreFileDetail,
+    StoreGC,
+    StorePurge,
+    StoreStats,
+    StoreVerify,
+    StoreWork,
+)
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
+
+_CHANGES = problems(404, 409, 413, 415, 507)
+_WORKS = {
+    202: ResponseSpec(
+        data_container=StoreWork, description="The job at `Location` does it", generate_examples=False
+    ),
+    **problems(404, 409, 413, 415, 507),
+}
+_NOTHING_TO_DO = "Nothing is to be done, or only told: `dry_run`"
 
 
 class StoreController(Controller):
+    path = "/v1/store"
     tags = ("store",)
 
-    @get(
-        "/v1/store/stats", summary="Bytes, files and blocks", operation_id="store_stats", responses=problems()
-    )
+    @get("/stats", summary="Bytes, files and blocks", operation_id="store_stats", responses=problems())
     async def stats(self, calls: NamedDependency[MemoryCalls]) -> StoreStats:
         return await calls.run(lambda memory: memory.store_stats())
+
+    @get("/files", summary="List block files", operation_id="list_store_files", responses=problems(404))
+    async def list_files(
+        self,
+        calls: NamedDependency[MemoryCalls],
+        limit: Limit = 20,
+        order: Order = "asc",
+        after: After = "",
+        before: Before = "",
+        collection: FilesOfCollection = None,
+        unused: UnusedOnly = False,
+    ) -> Page[StoreFile]:
+        page = page_request(limit, order, after, before)
+        return await calls.run(
+            lambda memory: memory.admin.files(page, collection=collection or "", unused=unused)
+        )
+
+    @get(
+        "/files/{key:str}",
+        summary="One block file, every byte checked",
+        operation_id="get_store_file",
+        responses=problems(404),
+    )
+    async def get_file(self, key: FileKey, calls: NamedDependency[MemoryCalls]) -> StoreFileDetail:
+        return await calls.run(lambda memory: memory.admin.file(key))
+
+    @get(
+        "/quarantine",
+        summary="What was set aside, and why",
+        operation_id="get_quarantine",
+        responses=problems(),
+    )
+    async def quarantine(self, calls: NamedDependency[MemoryCalls]) -> Quarantine:
+        return await calls.run(lambda memory: memory.admin.quarantine())
+
+    @post(
+        "/quarantine/purge",
+        status_code=200,
+        summary="Remove what was set aside",
+        operation_id="purge_quarantine",
+        responses=_CHANGES,
+    )
+    async def purge(self, data: JSONBody[StorePurge], calls: NamedDependency[MemoryCalls]) -> StoreChange:
+        return await calls.run(lambda memory: memory.admin.purge(data))
+
+    @post(
+        "/gc",
+        status_code=200,
+        summary="Remove what nothing refers to",
+        operation_id="collect_garbage",
+        responses=_CHANGES,
+    )
+    async def gc(self, data: JSONBody[StoreGC], calls: NamedDependency[MemoryCalls]) -> StoreChange:
+        return await calls.run(lambda memory: memory.admin.gc(data))
+
+    @post(
+        "/evict",
+        status_code=200,
+        summary="Remove KV, what was used longest ago first",
+        operation_id="evict",
+        responses=_CHANGES,
+    )
+    async def evict(self, data: JSONBody[StoreEvict], calls: NamedDependency[MemoryCalls]) -> StoreChange:
+        return await calls.run(lambda memory: memory.admin.evict(data))
+
+    @post(
+        "/compact",
+        status_code=200,
+        summary="Give the database's unused space back to its disk",
+        operation_id="compact",
+        responses=_CHANGES,
+    )
+    async def compact(self, data: JSONBody[StoreCompact], calls: NamedDependency[MemoryCalls]) -> StoreChange:
+        return await calls.run(lambda memory: memory.admin.compact(data))
+
+    @post(
+        "/verify",
+        status_code=200,
+        summary="Check the database, every block file and every index",
+        operation_id="verify_store",
+        response_description=_NOTHING_TO_DO,
+        responses=_WORKS,
+    )
+    async def verify(
+        self, data: JSONBody[StoreVerify], calls: NamedDependency[MemoryCalls]
+    ) -> Response[StoreWork]:
+        return await _work(calls, lambda memory: memory.admin.verify(data))
+
+    @post(
+        "/warm",
+        status_code=200,
+        summary="Read a collection's files, so that the system has them in memory",
+        operation_id="warm",
+        response_description=_NOTHING_TO_DO,
+        responses=_WORKS,
+    )
+    async def warm(
+        self, data: JSONBody[StoreCollection], calls: NamedDependency[MemoryCalls]
+    ) -> Response[StoreWork]:
+        return await _work(calls, lambda memory: memory.admin.warm(data))
+
+    @post(
+        "/reprefill",
+        status_code=200,
+        summary="Make the KV that a collection lacks; of a stale one, everything",
+        operation_id="reprefill",
+        response_description=_NOTHING_TO_DO,
+        responses=_WORKS,
+    )
+    async def reprefill(
+        self, data: JSONBody[StoreCollection], calls: NamedDependency[MemoryCalls]
+    ) -> Response[StoreWork]:
+        return await _work(calls, lambda memory: memory.reprefill(data))
+
+
+async def _work(calls: MemoryCalls, call: Callable[[Memory], StoreWork]) -> Response[StoreWork]:
+    work = await calls.run(call)
+    if work.job is None:
+        return Response(work, status_code=200)
+    return Response(work, status_code=202, headers={"Location": f"/v1/jobs/{work.job.id}"})

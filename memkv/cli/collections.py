@@ -1,4 +1,4 @@
-"""`memkv collections list|show|create|delete`."""
+"""`memkv collections list|show|create|update|delete`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import rich_click as click
 
 from memkv.cli.output import Output, bytes_text, output_options
 from memkv.cli.paging import PageOptions, page_options
+from memkv.cli.sizes import SIZE
 from memkv.cli.target import Target, target_options
 
 if TYPE_CHECKING:
     from memkv.wire import Collection, Prefill
 
+_WHEN = "When chunks are prefilled and kept: eager, on_first_use or after_N_uses."
 _BLOCK_SIZES: dict[str | None, Literal[8, 16, 32] | None] = {None: None, "8": 8, "16": 16, "32": 32}
 
 
@@ -27,7 +29,7 @@ def collections() -> None:
 @output_options
 def list_command(page: PageOptions, target: Target, out: Output) -> None:
     """The collections."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         found = client.collections.list(limit=page.limit, after=page.after, order=page.order).page
     out.rows(
         found,
@@ -45,7 +47,7 @@ def list_command(page: PageOptions, target: Target, out: Output) -> None:
 @output_options
 def show(name: str, target: Target, out: Output) -> None:
     """One collection: its settings and what is in it."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         _show(client.collections.retrieve(name), out)
 
 
@@ -54,11 +56,8 @@ def show(name: str, target: Target, out: Output) -> None:
 @click.option("--description", default="", help="What the collection is for.")
 @click.option("--chunk-tokens", type=click.IntRange(16, 4096), help="Largest chunk.  [default: 256]")
 @click.option("--block-size", type=click.Choice(["8", "16", "32"]), help="Tokens in a block.  [default: 16]")
-@click.option(
-    "--prefill",
-    type=click.Choice(["eager", "on_first_use"]),
-    help="When chunks are prefilled.  [default: eager]",
-)
+@click.option("--prefill", metavar="WHEN", help=f"{_WHEN}  [default: eager]")
+@click.option("--max-kv", type=SIZE, default=0, metavar="SIZE", help="Most KV, such as 20GB; 0: no cap.")
 @click.option("--system-prompt", help="What the model is told before the documents.")
 @click.option("--primer", is_flag=True, help="Let documents of memkv's own stand before all others.")
 @click.option("--exist-ok", is_flag=True, help="Not an error where it exists already with the same settings.")
@@ -70,6 +69,7 @@ def create(
     chunk_tokens: int | None,
     block_size: Literal["8", "16", "32"] | None,
     prefill: Prefill | None,
+    max_kv: int,
     system_prompt: str | None,
     primer: bool,
     exist_ok: bool,
@@ -85,10 +85,34 @@ def create(
             chunk_tokens=chunk_tokens,
             block_size=_BLOCK_SIZES[block_size],
             prefill=prefill,
+            max_kv_bytes=max_kv,
             system_prompt=system_prompt,
             primer=primer,
         )
     _show(made, out)
+
+
+@collections.command()
+@click.argument("name")
+@click.option("--description", help="What the collection is for.")
+@click.option("--prefill", metavar="WHEN", help=_WHEN)
+@click.option("--max-kv", type=SIZE, metavar="SIZE", help="Most KV, such as 20GB; 0: no cap.")
+@target_options
+@output_options
+def update(
+    name: str,
+    description: str | None,
+    prefill: Prefill | None,
+    max_kv: int | None,
+    target: Target,
+    out: Output,
+) -> None:
+    """Change a collection. What is stored already stays: memkv store evict makes room below a lower cap."""
+    with target.open(out, models=False) as client:
+        changed = client.collections.update(
+            name, description=description, prefill=prefill, max_kv_bytes=max_kv
+        )
+    _show(changed, out)
 
 
 @collections.command()
@@ -100,7 +124,7 @@ def delete(name: str, yes: bool, target: Target, out: Output) -> None:
     """Delete a collection with its documents and their KV."""
     if not yes:
         click.confirm(f"Delete collection {name} with all its documents?", abort=True, err=True)
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         client.collections.delete(name)
     out.fields({"deleted": name}, [("deleted", name)])
 
@@ -124,6 +148,7 @@ def _show(found: Collection, out: Output) -> None:
             ("chunks", found.counts.chunks),
             ("tokens", found.counts.tokens),
             ("kv", bytes_text(found.kv_bytes)),
+            ("kv cap", bytes_text(found.max_kv_bytes) if found.max_kv_bytes else "none"),
             ("created", found.created_at),
         ],
     )

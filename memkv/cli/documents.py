@@ -44,7 +44,7 @@ def list_command(
     out: Output,
 ) -> None:
     """The documents of a collection."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         found = client.documents.list(
             collection,
             status=status,
@@ -69,7 +69,7 @@ def list_command(
 @output_options
 def show(document: str, collection: str, target: Target, out: Output) -> None:
     """One document: its state, and what went wrong with it."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         found = client.documents.retrieve(collection, document)
     pairs: list[tuple[str, object]] = [
         ("external id", found.external_id),
@@ -98,7 +98,7 @@ def delete(names: tuple[str, ...], collection: str, yes: bool, target: Target, o
     """Forget documents: no question that starts later sees them."""
     if not yes:
         click.confirm(f"Delete {', '.join(names)} from {collection}?", abort=True, err=True)
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         for name in names:
             client.documents.delete(collection, name)
     out.fields({"deleted": list(names)}, [("deleted", name) for name in names])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from memkv.cli.estimate import tell_estimate
 from memkv.cli.output import Output, counted, output_options
 from memkv.cli.progress import Bar, bar
 from memkv.cli.retrieval import parse_pairs
@@ -71,6 +72,7 @@ class FileResult:
 @click.option(
     "--wait/--no-wait", default=True, help="Wait until the documents can be asked.  [default: wait]"
 )
+@click.option("--dry-run", is_flag=True, help="Only say what it would cost; exit code 1 if it does not fit.")
 @target_options
 @output_options
 @click.pass_context
@@ -82,6 +84,7 @@ def ingest(
     external_id: str | None,
     meta: tuple[str, ...],
     wait: bool,
+    dry_run: bool,
     target: Target,
     out: Output,
 ) -> None:
@@ -95,6 +98,12 @@ def ingest(
     metadata = parse_pairs(meta, "--meta")
     names, refused = _readable(names)
     results += refused
+    if dry_run:
+        with target.open(out) as client:
+            batches = list(_batches(names, external_id, metadata, results))
+            fits = tell_estimate([client.documents.estimate(collection, batch) for batch in batches], out)
+        _tell_failures(results)
+        ctx.exit(1 if not fits else 3 if results else 0)
     if names:
         with target.open(out) as client:
             _require_collection(client, collection, out)
@@ -103,6 +112,11 @@ def ingest(
                 for batch in _batches(names, external_id, metadata, results):
                     results += run.send(batch)
     _report(results, out)
+    if not target.url and any(result.outcome == "queued" for result in results):
+        out.note(
+            "kept, but nothing works on it now: memkv serve goes on with it, and so does the next command "
+            "that loads the models"
+        )
     failed = sum(result.outcome == "failed" for result in results)
     ctx.exit(0 if not failed else 1 if failed == len(results) else 3)
 
@@ -243,7 +257,7 @@ def _failed(external_id: str, error: MemKVError) -> FileResult:
     return FileResult(external_id, "failed", error=error.detail, hint=error.hint)
 
 
-def _report(results: Sequence[FileResult], out: Output) -> None:
+def _tell_failures(results: Sequence[FileResult]) -> None:
     for result in results:
         if result.outcome == "failed":
             click.echo(
@@ -251,6 +265,10 @@ def _report(results: Sequence[FileResult], out: Output) -> None:
             )
             if result.hint:
                 click.echo(f"{click.style('hint:', bold=True)} {result.hint}", err=True)
+
+
+def _report(results: Sequence[FileResult], out: Output) -> None:
+    _tell_failures(results)
     if out.is_json:
         out.json([asdict(result) for result in results])
         return

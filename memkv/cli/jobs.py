@@ -33,7 +33,7 @@ def list_command(
     status: JobStatus | None, collection: str, page: PageOptions, target: Target, out: Output
 ) -> None:
     """The jobs."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         found = client.jobs.list(
             status=status, collection=collection, limit=page.limit, after=page.after, order=page.order
         ).page
@@ -62,7 +62,7 @@ def list_command(
 @output_options
 def show(job_id: str, target: Target, out: Output) -> None:
     """One job: how far it is, what it made, what went wrong."""
-    with target.open(out) as client:
+    with target.open(out, models=False) as client:
         _show(client.jobs.retrieve(job_id), out)
 
 

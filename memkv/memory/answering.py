@@ -77,6 +77,7 @@ class Answering:
         retrieve_ms = _ms_since(started)
         if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
+        self._parts.store.uses.note(collection.row.tenant, [hit.chunk.input_key for hit in mapped])
         generation = self._parts.engine.generate(
             GenerateRequest(
                 prefix=collection.prefix,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import structlog
 
+from memkv.admission import uses_to_keep
 from memkv.engine.residency import ChunkRef
 from memkv.errors import (
     BadRequestError,
@@ -22,7 +23,8 @@ from memkv.kv.fingerprint import Fingerprint, input_key, token_digest
 from memkv.kv.layout import KVLayout
 from memkv.memory.parts import Parts
 from memkv.model.loader import LoadedModel
-from memkv.store.chunk_store import ChunkStore, PublishItem
+from memkv.store import Store
+from memkv.store.chunk_store import PublishItem
 from memkv.store.rows import CollectionRow, NewCollection
 from memkv.text.primer import primer_ids
 from memkv.text.prompt import SYSTEM_PROMPT, PromptTemplate, PromptTokenizer
@@ -53,8 +55,9 @@ class OpenCollection:
 class StoredKV:
     """The engine's `KVSource` over the chunk store, for one collection. Safe from any thread."""
 
-    def __init__(self, chunks: ChunkStore, row: CollectionRow, layout: KVLayout) -> None:
-        self._chunks = chunks
+    def __init__(self, store: Store, row: CollectionRow, layout: KVLayout) -> None:
+        self._chunks = store.chunks
+        self._uses = store.uses
         self._row = row
         self._layout = layout
 
@@ -69,10 +72,14 @@ class StoredKV:
         )
 
     def write(self, ref: ChunkRef, kv: ChunkKV) -> None:
-        """Keeps healed KV, unless its text was forgotten meanwhile. Where disk or database refuse it, the
-        next query prefills again.
+        """Keeps KV that was computed for a question, unless its text was forgotten meanwhile or too few
+        questions needed it. Where disk, cap or database refuse it, the next query prefills again.
         """
+        row = self._row
+        wanted = 0 if ref.input_key == row.prefix_key else uses_to_keep(row.prefill)
         try:
+            if wanted and self._uses.count(row.tenant, ref.input_key) < wanted:
+                return
             self.publish([(ref, kv)])
             self._chunks.release_unused(self._row.tenant, [ref.input_key])
         except (InsufficientStorageError, ServiceUnavailableError) as error:
@@ -90,6 +97,7 @@ class StoredKV:
                     token_ids=ref.token_ids,
                     kv=kv,
                     tenant=row.tenant,
+                    collection_id=row.id,
                 )
                 for ref, kv in items
             ]
@@ -150,6 +158,8 @@ class Collections:
             primer=request.primer,
             description=request.description,
             metadata=request.metadata,
+            model_name=parts.model.name,
+            max_kv_bytes=request.max_kv_bytes,
         )
 
     def by_name(self, tenant: str, name: str) -> OpenCollection:
@@ -171,31 +181,32 @@ class Collections:
         with self._lock:
             self._open.pop(collection_id, None)
 
+    def is_stale(self, row: CollectionRow) -> bool:
+        """Whether it was made with another model, embedder or setting than this process has."""
+        return self._why_stale(row) != ""
+
     def _build(self, row: CollectionRow) -> OpenCollection:
+        why = self._why_stale(row)
+        if why:
+            raise FingerprintMismatch(
+                f"collection {row.name!r} was made with another {why}",
+                hint="start memkv with the model and settings that made it, or make it anew for these: "
+                f"memkv store reprefill {row.name}",
+            )
         template = self.template(row.system_prompt, row.primer)
         layout = self.layout(row.block_size)
-        here = self.fingerprint(layout, template.prefix_ids)
-        if here.digest != row.fingerprint_digest:
-            different = ", ".join(here.differences(Fingerprint.from_json(row.fingerprint_json)))
-            raise FingerprintMismatch(
-                f"collection {row.name!r} was made with another {different}",
-                hint="start memkv with the model and settings that made it, or ingest into a new collection",
-            )
-        if row.embedder_digest != self._parts.embedder.digest:
-            raise FingerprintMismatch(
-                f"collection {row.name!r} was made with the embedder {row.embedder_name}",
-                hint="start memkv with that embedder, or ingest into a new collection",
-            )
-        kv = StoredKV(self._parts.store.chunks, row, layout)
+        kv = StoredKV(self._parts.store, row, layout)
         prefix = ChunkRef(row.prefix_key, (), tuple(row.prefix_ids))
         secret = self._parts.store.catalog.tenant_secret(row.tenant)
         return OpenCollection(row, template, layout, prefix, kv, secret)
 
-
-def model_of(row: CollectionRow, here: LoadedModel) -> str:
-    """What to call the model that made a collection: only digests are stored, so another one has no name."""
-    digest = Fingerprint.from_json(row.fingerprint_json).weights_digest
-    return here.name if digest == here.weights_digest else f"another model (weights {digest[:12]})"
+    def _why_stale(self, row: CollectionRow) -> str:
+        """What differs; empty where nothing does."""
+        template = self.template(row.system_prompt, row.primer)
+        here = self.fingerprint(self.layout(row.block_size), template.prefix_ids)
+        if here.digest != row.fingerprint_digest:
+            return ", ".join(here.differences(Fingerprint.from_json(row.fingerprint_json)))
+        return "" if row.embedder_digest == self._parts.embedder.digest else f"embedder: {row.embedder_name}"
 
 
 def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
@@ -207,6 +218,7 @@ def require_same_settings(row: CollectionRow, new: NewCollection) -> None:
         "embedder_digest",
         "max_chunk_tokens",
         "prefill",
+        "max_kv_bytes",
         "description",
     )
     different = [name for name in names if getattr(row, name) != getattr(new, name)]

@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from memkv.engine.residency import ChunkRef
 from memkv.errors import (
     DatabaseDamaged,
     DatabaseUnavailable,
@@ -29,11 +30,12 @@ from memkv.errors import (
 from memkv.memory.collections import Collections, OpenCollection
 from memkv.memory.parts import Parts
 from memkv.memory.replies import stored_problem
-from memkv.store.rows import DocumentRow, JobRow, NewChunk
+from memkv.store.rows import ChunkRow, DocumentRow, JobRow, NewChunk
 from memkv.text.chunker import TextChunk, chunk_text
 
 _log = structlog.get_logger(__name__)
 
+_KINDS = ("ingest", "reprefill")
 _RETRY_SECONDS = 1.0
 _IDLE_SECONDS = 60.0
 _EMBED_TEXTS = 2  # between two steps of the engine: an answer under way waits for no more
@@ -55,11 +57,11 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One document on its way."""
+    """One document on its way; for a `reprefill`, with the chunks that it has."""
 
     document: DocumentRow
     revision: int
-    chunks: list[TextChunk]
+    chunks: Sequence[TextChunk | ChunkRow]
     keys: list[str]
 
 
@@ -118,7 +120,7 @@ class Ingestion:
             try:
                 if job is not None:
                     self._parts.store.jobs.release(job.id)
-                job = self._parts.store.jobs.claim(self._owner, timeout=_IDLE_SECONDS)
+                job = self._parts.store.jobs.claim(self._owner, kinds=_KINDS, timeout=_IDLE_SECONDS)
                 if job is not None:
                     self._run(job)
                     job = None
@@ -180,13 +182,17 @@ class Ingestion:
         except NotFoundError:
             self._finish(run, document_id, None)
             return None
+        if run.job.kind == "reprefill":
+            stored = catalog.chunks_of(row.tenant, document_id)
+            return _Work(document, revision, stored, [chunk.input_key for chunk in stored])
         chunks = chunk_text(text, document.title, self._parts.tokenizer, row.max_chunk_tokens)
         return _Work(document, revision, chunks, [run.collection.key(chunk.token_ids) for chunk in chunks])
 
     def _process(self, run: _Run, group: Sequence[_Work]) -> None:
+        again = run.job.kind == "reprefill"
         try:
-            vectors = self._embed(run, group)
-            if run.collection.row.prefill == "eager":
+            vectors = {} if again else self._embed(run, group)
+            if again or run.collection.row.prefill == "eager":
                 self._prefill(run, group)
         except (EngineClosed, DatabaseUnavailable, DatabaseDamaged, StoreFenced):
             raise  # not the documents' fault: the job stays
@@ -198,7 +204,13 @@ class Ingestion:
             self._fail(run, group, InternalServerError(f"ingest failed: {type(error).__name__}"))
             return
         for work in group:
-            self._commit(run, work, vectors)
+            if again:
+                self._release_unused(run, work)
+                run.counts.documents += 1
+                run.counts.chunks += len(work.chunks)
+                self._finish(run, work.document.id, None)
+            else:
+                self._commit(run, work, vectors)
 
     def _embed(self, run: _Run, group: Sequence[_Work]) -> Vectors:
         self._progress(run, "embedding")
@@ -230,7 +242,9 @@ class Ingestion:
         for first in range(0, len(missing), size):
             self._stop_if_asked()
             tell(first, 0)
-            refs = missing[first : first + size]
+            refs = self._still_wanted(run, group, missing[first : first + size])
+            if not refs:
+                continue
             made = self._parts.engine.prefill(
                 collection.prefix,
                 refs,
@@ -242,6 +256,13 @@ class Ingestion:
             counts.chunks_prefilled += len(refs)
             counts.tokens_prefilled += sum(ref.num_tokens for ref in refs)
             counts.kv_bytes_written += sum(len(kv.data) for kv in made)
+
+    def _still_wanted(self, run: _Run, group: Sequence[_Work], refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Those of `refs` whose document was neither deleted nor replaced meanwhile."""
+        ids = [work.document.id for work in group]
+        newest = self._parts.store.catalog.revisions(run.collection.row.tenant, ids)
+        wanted = {key for work in group if newest.get(work.document.id) == work.revision for key in work.keys}
+        return [ref for ref in refs if ref.input_key in wanted]
 
     def _commit(self, run: _Run, work: _Work, vectors: Vectors) -> None:
         self._progress(run, "committing")
@@ -264,10 +285,15 @@ class Ingestion:
             self._parts.engine.drop(file.input_key for file in committed.change.released)
             run.counts.documents += 1
             run.counts.chunks += len(chunks)
-        else:  # deleted or replaced while it was made ready: nobody refers to what was published for it
-            released = self._parts.store.chunks.release_unused(tenant, work.keys)
-            self._parts.engine.drop(file.input_key for file in released)
+        else:  # deleted or replaced while it was made ready
+            self._release_unused(run, work)
         self._finish(run, work.document.id, None)
+
+    def _release_unused(self, run: _Run, work: _Work) -> None:
+        """Lets go of what was published for a document that nobody refers to (any more)."""
+        tenant = run.collection.row.tenant
+        released = self._parts.store.chunks.release_unused(tenant, work.keys)
+        self._parts.engine.drop(file.input_key for file in released)
 
     def _fail(self, run: _Run, group: Sequence[_Work], error: MemKVError) -> None:
         tenant = run.collection.row.tenant
@@ -275,6 +301,7 @@ class Ingestion:
             self._parts.store.catalog.fail_document(
                 tenant, work.document.id, work.revision, stored_problem(error)
             )
+            self._release_unused(run, work)
             self._finish(run, work.document.id, error)
 
     def _finish(self, run: _Run, document_id: str, error: MemKVError | None) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from memkv.config import Config
 from memkv.engine.engine import Engine
+from memkv.memory.stored import open_store
 from memkv.model.install import default_models_dir, resolve
 from memkv.model.loader import LoadedModel, load_model
 from memkv.store.store import Store
@@ -29,11 +30,7 @@ class Parts:
     @classmethod
     def open(cls, config: Config, on_progress: Callable[[str], None]) -> Parts:
         """Opens the store first: a store that is held elsewhere is refused before a model is loaded."""
-        store = Store.open(
-            Path(config.store.data_dir),
-            config.store.database_url or None,
-            busy_seconds=config.store.busy_seconds,
-        )
+        store = open_store(config)
         try:
             on_progress(f"loading {config.model.model}")
             model = load_language_model(config)

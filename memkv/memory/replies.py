@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 
-from memkv.engine.engine import EngineStats
-from memkv.engine.residency import BlockCounts
 from memkv.errors import MemKVError
 from memkv.store import rows
 from memkv.store.rows import CollectionCounts as CountsRow
-from memkv.store.rows import CollectionRow, DocumentRow, JobItem, JobRow
+from memkv.store.rows import CollectionRow, DocumentRow, FileState, JobItem, JobRow, Reference
+from memkv.store.upkeep import QuarantinedFile as QuarantinedRow
+from memkv.store.upkeep import Removed
 from memkv.wire import (
     AcceptedDocument,
     Collection,
@@ -27,7 +27,13 @@ from memkv.wire import (
     Page,
     PageRequest,
     Problem,
+    Quarantine,
+    QuarantinedFile,
+    StoreChange,
+    StoreFile,
+    StoreReference,
     StoreStats,
+    StoreVerification,
     problem_for,
 )
 
@@ -46,7 +52,8 @@ def collection_reply(row: CollectionRow, counts: CountsRow, model: str) -> Colle
         embedder=row.embedder_name,
         chunk_tokens=row.max_chunk_tokens,
         block_size=row.block_size,
-        prefill="eager" if row.prefill == "eager" else "on_first_use",
+        prefill=row.prefill,
+        max_kv_bytes=row.max_kv_bytes,
         system_prompt=row.system_prompt,
         primer=row.primer,
         prefix_tokens=len(row.prefix_ids),
@@ -99,6 +106,7 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
     problems = [problem_reply(item.error) for item in items if item.error]
     if row.error:
         problems.append(problem_reply(row.error))
+    verification = row.counts.get("verification")
     return Job(
         id=row.id,
         kind=row.kind,
@@ -111,6 +119,7 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         created_at=_time(row.created_at),
         started_at=_time(row.started_at),
         finished_at=_time(row.finished_at),
+        verification=None if verification is None else msgspec.convert(verification, StoreVerification),
     )
 
 
@@ -133,8 +142,7 @@ def stored_problem(error: MemKVError) -> dict[str, object]:
     return stored
 
 
-def stats_reply(store: Mapping[str, Any], engine: EngineStats) -> StoreStats:
-    states = [field.name for field in fields(BlockCounts)]
+def stats_reply(store: Mapping[str, Any], pool: Mapping[str, int], stale: Sequence[str]) -> StoreStats:
     return StoreStats(
         store_id=store["store_id"],
         data_dir=store["data_dir"],
@@ -147,8 +155,44 @@ def stats_reply(store: Mapping[str, Any], engine: EngineStats) -> StoreStats:
         kv_bytes=store["kv_bytes"],
         database={name: str(value) for name, value in store["database"].items()},
         warnings=list(store["warnings"]),
-        pool={state: sum(getattr(lane.blocks, state) for lane in engine.lanes) for state in states},
+        pool=dict(pool),
         counters=dict(store["chunk_store"]),
+        stale=list(stale),
+    )
+
+
+def file_reply(state: FileState) -> StoreFile:
+    return StoreFile(
+        key=state.file.input_key,
+        collection=state.collection,
+        tokens=state.file.num_tokens,
+        bytes=state.file.num_bytes,
+        chunks=state.chunks,
+        uses=state.uses,
+        created_at=_time(state.created_at),
+        used_at=_time(state.used_at),
+        verified_at=_time(state.verified_at),
+    )
+
+
+def reference_reply(reference: Reference) -> StoreReference:
+    return StoreReference(**asdict(reference))
+
+
+def quarantine_reply(files: Sequence[QuarantinedRow]) -> Quarantine:
+    return Quarantine(
+        files=[QuarantinedFile(**asdict(file)) for file in files], bytes=sum(file.bytes for file in files)
+    )
+
+
+def change_reply(change: Removed, *, dry_run: bool) -> StoreChange:
+    return StoreChange(
+        dry_run=dry_run,
+        files=change.files,
+        bytes=change.bytes,
+        bytes_before=change.bytes_before,
+        bytes_after=change.bytes_after,
+        failed=change.failed,
     )
 
 

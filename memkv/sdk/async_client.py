@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from memkv.sdk import plans, questions, requests
+from memkv.sdk import plans, questions, requests, store_requests
 from memkv.sdk.binding import (
     AsyncResource,
     async_converses,
@@ -33,6 +33,7 @@ class AsyncCollections(AsyncResource):
     get_or_create = async_sends(requests.get_or_create_collection)
     list = async_lists(requests.list_collections)
     retrieve = async_sends(requests.get_collection)
+    update = async_sends(requests.update_collection)
     delete = async_sends(requests.delete_collection)
 
 
@@ -42,6 +43,7 @@ class AsyncDocuments(AsyncResource):
     create = async_follows(plans.create_document)
     upsert = async_follows(plans.upsert_document)
     upload = async_sends(requests.upload_documents)
+    estimate = async_sends(requests.estimate_documents)
     list = async_lists(requests.list_documents)
     retrieve = async_sends(requests.get_document)
     delete = async_sends(requests.delete_document)
@@ -58,7 +60,17 @@ class AsyncJobs(AsyncResource):
 class AsyncStore(AsyncResource):
     """`client.store`"""
 
-    stats = async_sends(requests.store_stats)
+    stats = async_sends(store_requests.store_stats)
+    files = async_lists(store_requests.list_files)
+    file = async_sends(store_requests.get_file)
+    quarantine = async_sends(store_requests.quarantine)
+    purge_quarantine = async_sends(store_requests.purge_quarantine)
+    gc = async_sends(store_requests.gc)
+    evict = async_sends(store_requests.evict)
+    compact = async_sends(store_requests.compact)
+    verify = async_follows(plans.verify_store)
+    warm = async_follows(plans.warm_store)
+    reprefill = async_follows(plans.reprefill_store)
 
 
 class AsyncMemKV(AsyncResource):

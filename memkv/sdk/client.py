@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from memkv.config import Config
-from memkv.sdk import plans, questions, requests
+from memkv.sdk import plans, questions, requests, store_requests
 from memkv.sdk.binding import Resource, Sender, converses, follows, lists, sends, streams
 from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
@@ -30,6 +30,7 @@ class Collections(Resource):
     get_or_create = sends(requests.get_or_create_collection)
     list = lists(requests.list_collections)
     retrieve = sends(requests.get_collection)
+    update = sends(requests.update_collection)
     delete = sends(requests.delete_collection)
 
 
@@ -39,6 +40,7 @@ class Documents(Resource):
     create = follows(plans.create_document)
     upsert = follows(plans.upsert_document)
     upload = sends(requests.upload_documents)
+    estimate = sends(requests.estimate_documents)
     list = lists(requests.list_documents)
     retrieve = sends(requests.get_document)
     delete = sends(requests.delete_document)
@@ -55,7 +57,17 @@ class Jobs(Resource):
 class Store(Resource):
     """`client.store`"""
 
-    stats = sends(requests.store_stats)
+    stats = sends(store_requests.store_stats)
+    files = lists(store_requests.list_files)
+    file = sends(store_requests.get_file)
+    quarantine = sends(store_requests.quarantine)
+    purge_quarantine = sends(store_requests.purge_quarantine)
+    gc = sends(store_requests.gc)
+    evict = sends(store_requests.evict)
+    compact = sends(store_requests.compact)
+    verify = follows(plans.verify_store)
+    warm = follows(plans.warm_store)
+    reprefill = follows(plans.reprefill_store)
 
 
 class MemKV(Resource):
@@ -99,6 +111,7 @@ class MemKV(Resource):
         embedder: str | None = None,
         config: Config | None = None,
         on_progress: Callable[[str], None] | None = None,
+        models: bool = True,
     ) -> Self:
         """The same client on a memory in this process: no server, no network.
 
@@ -108,12 +121,13 @@ class MemKV(Resource):
             embedder: likewise.
             config: instead of the environment and the configuration file; its data directory is used.
             on_progress: called with a line of text while models are loaded.
+            models: False loads none. What works then is what needs none: lists, deletions, the store.
 
         Raises:
             StoreLocked, ModelNotFound, UnsupportedModel, DatabaseUnavailable: see `Memory.open`.
         """
         client = cls.__new__(cls)
-        client._use(LocalSender.open(path, model, embedder, config, on_progress))
+        client._use(LocalSender.open(path, model, embedder, config, on_progress, models))
         return client
 
     def close(self) -> None:

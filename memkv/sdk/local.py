@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from memkv.config import Config, load_config
 from memkv.errors import BadRequestError
@@ -32,11 +32,9 @@ class LocalSender:
         embedder: str | None,
         config: Config | None,
         on_progress: Callable[[str], None] | None,
+        models: bool = True,
     ) -> LocalSender:
         """See `MemKV.local`."""
-        # Here and not above: it brings torch, and a client of a server needs none.
-        from memkv.memory import Memory
-
         if config is None:
             flags = {"store.data_dir": str(path), "model.model": model, "model.embedder": embedder}
             config = load_config(flags)
@@ -44,6 +42,13 @@ class LocalSender:
             raise BadRequestError(
                 "the models are in the configuration", hint="give config, or model and embedder"
             )
+        if not models:
+            from memkv.memory.stored import StoredMemory
+
+            return cls(cast("Memory", StoredMemory.open_store(config)))
+        # Here and not above: it brings torch, and a client of a server needs none.
+        from memkv.memory import Memory
+
         return cls(Memory.open(config, on_progress=on_progress))
 
     def send(self, call: Call[T]) -> T:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from memkv.errors import BadRequestError, ConflictError, DocumentNotFound
-from memkv.sdk import requests
+from memkv.sdk import requests, store_requests
 from memkv.sdk.call import Call
 from memkv.sdk.replies import error_of_problem
 from memkv.sdk.source import File, read_document
-from memkv.wire import Accepted, Document, Job, Metadata
+from memkv.wire import Accepted, Document, Job, Metadata, StoreCollection, StoreVerify, StoreWork
 
 T = TypeVar("T")
 Plan = Generator[Call[Any], Any, T]
@@ -91,6 +91,64 @@ def wait_for_job(
             on_progress(current)
         if current.status in _FINISHED or left <= 0:
             return current
+
+
+def verify_store(
+    *,
+    full: bool = True,
+    deep: int = 0,
+    repair: bool = False,
+    dry_run: bool = False,
+    wait: bool | float = True,
+    on_progress: OnProgress | None = None,
+) -> Plan[StoreWork]:
+    """Checks the database, every block file and every index; `job.verification` says what was found.
+
+    Args:
+        full: read every byte; else look at sizes and modes.
+        deep: so many chunks, chosen by chance, are prefilled again and compared.
+        repair: set damaged files aside, and remove what nothing refers to.
+        dry_run: only say how much would be read.
+        wait, on_progress: as in `documents.create`.
+    """
+    wanted = StoreVerify(full=full, deep=deep, repair=repair, dry_run=dry_run)
+    return (yield from _work(store_requests.start_verify(wanted), wait, on_progress))
+
+
+def warm_store(
+    collection: str,
+    *,
+    dry_run: bool = False,
+    wait: bool | float = True,
+    on_progress: OnProgress | None = None,
+) -> Plan[StoreWork]:
+    """Reads a collection's block files, so that the system has them in memory when a question comes."""
+    wanted = StoreCollection(collection=collection, dry_run=dry_run)
+    return (yield from _work(store_requests.start_warm(wanted), wait, on_progress))
+
+
+def reprefill_store(
+    collection: str,
+    *,
+    dry_run: bool = False,
+    wait: bool | float = True,
+    on_progress: OnProgress | None = None,
+) -> Plan[StoreWork]:
+    """Makes the KV that a collection lacks; of one that another model made, everything for this model."""
+    wanted = StoreCollection(collection=collection, dry_run=dry_run)
+    return (yield from _work(store_requests.start_reprefill(wanted), wait, on_progress))
+
+
+def _work(call: Call[StoreWork], wait: bool | float, on_progress: OnProgress | None) -> Plan[StoreWork]:
+    seconds = _seconds(wait)
+    work: StoreWork = yield call
+    if work.job is None or seconds == 0:
+        return work
+    timeout = None if seconds == math.inf else seconds
+    job = yield from wait_for_job(work.job, timeout=timeout, on_progress=on_progress)
+    if job.status == "failed" and job.errors:
+        raise error_of_problem(job.errors[0])
+    return msgspec.structs.replace(work, job=job)
 
 
 def _ingest(

@@ -26,11 +26,13 @@ from memkv.wire import (
     Accepted,
     Collection,
     CollectionCreate,
+    CollectionPatch,
     CollectionPut,
     Document,
     DocumentCreate,
     DocumentStatus,
     DocumentUpload,
+    Estimate,
     Filter,
     Info,
     Job,
@@ -40,7 +42,6 @@ from memkv.wire import (
     PageRequest,
     Prefill,
     Readiness,
-    StoreStats,
 )
 
 Order = Literal["asc", "desc"]
@@ -61,13 +62,6 @@ def ready() -> Call[Readiness]:
     )
 
 
-def store_stats() -> Call[StoreStats]:
-    """Bytes, files and blocks of the store."""
-    return Call(
-        method="GET", path="/v1/store/stats", reply=StoreStats, local=lambda memory: memory.store_stats()
-    )
-
-
 # Collections
 
 
@@ -79,6 +73,7 @@ def create_collection(
     chunk_tokens: int | None = None,
     block_size: Literal[8, 16, 32] | None = None,
     prefill: Prefill | None = None,
+    max_kv_bytes: int = 0,
     system_prompt: str | None = None,
     primer: bool = False,
 ) -> Call[Collection]:
@@ -90,6 +85,7 @@ def create_collection(
         chunk_tokens=chunk_tokens,
         block_size=block_size,
         prefill=prefill,
+        max_kv_bytes=max_kv_bytes,
         system_prompt=system_prompt,
         primer=primer,
     )
@@ -111,6 +107,7 @@ def get_or_create_collection(
     chunk_tokens: int | None = None,
     block_size: Literal[8, 16, 32] | None = None,
     prefill: Prefill | None = None,
+    max_kv_bytes: int = 0,
     system_prompt: str | None = None,
     primer: bool = False,
 ) -> Call[Collection]:
@@ -122,6 +119,7 @@ def get_or_create_collection(
         chunk_tokens=chunk_tokens,
         block_size=block_size,
         prefill=prefill,
+        max_kv_bytes=max_kv_bytes,
         system_prompt=system_prompt,
         primer=primer,
     )
@@ -155,6 +153,24 @@ def get_collection(name: str) -> Call[Collection]:
     """One collection with its counts. Raises `CollectionNotFound`."""
     path = collection_path(name)
     return Call(method="GET", path=path, reply=Collection, local=lambda memory: memory.get_collection(name))
+
+
+def update_collection(
+    name: str,
+    *,
+    description: str | None = None,
+    prefill: Prefill | None = None,
+    max_kv_bytes: int | None = None,
+) -> Call[Collection]:
+    """Changes what is given: `max_kv_bytes` caps the KV made for it, 0 takes the cap away."""
+    wanted = CollectionPatch(description=description, prefill=prefill, max_kv_bytes=max_kv_bytes)
+    return Call(
+        method="PATCH",
+        path=collection_path(name),
+        reply=Collection,
+        body=wanted,
+        local=lambda memory: memory.update_collection(name, wanted),
+    )
 
 
 def delete_collection(name: str) -> Call[None]:
@@ -206,6 +222,17 @@ def upload_documents(
         uploads=uploads,
         local=lambda memory: memory.ingest(collection, uploads, wait=wait),
         repeatable=all(upload.external_id is not None for upload in uploads),
+    )
+
+
+def estimate_documents(collection: str, uploads: Sequence[DocumentUpload]) -> Call[Estimate]:
+    """What ingesting these files would cost: tokens, bytes, seconds, and whether it fits. Nothing is kept."""
+    return Call(
+        method="POST",
+        path=f"{collection_path(collection)}/documents/estimate",
+        reply=Estimate,
+        uploads=uploads,
+        local=lambda memory: memory.estimate(collection, uploads),
     )
 
 

@@ -105,6 +105,33 @@ class BlockDirectory:
         os.link(draft, path, follow_symlinks=False)
         return True
 
+    def unlink(self, name: str) -> bool:
+        """Removes a block file; whether it could."""
+        try:
+            self.path_of(name).unlink()
+        except OSError:
+            return False
+        return True
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a file under blocks/; 0 where there is none."""
+        try:
+            return self.path_of(name).lstat().st_size
+        except OSError:
+            return 0
+
+    def restrict(self, row: KVFileRow) -> bool:
+        """Leaves a file to its owner alone, for reading; whether it could."""
+        try:
+            fd = os.open(self.path(row), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            os.fchmod(fd, 0o400)
+        finally:
+            os.close(fd)
+        return True
+
     def sync_shards(self, rows: Iterable[KVFileRow]) -> None:
         """Makes the names of these files durable. Raises OSError."""
         for directory in {self.path(row).parent for row in rows}:

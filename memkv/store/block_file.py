@@ -62,12 +62,16 @@ class BlockFileIdentity:
 
     @property
     def header_bytes(self) -> int:
-        used = _FIXED.size + (self.num_blocks + 1) * _SUM.size
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return _header_bytes(self.num_blocks)
 
     @property
     def file_bytes(self) -> int:
-        return self.header_bytes + self.layout.bytes_for(self.num_tokens)
+        return file_bytes(self.layout, self.num_tokens)
+
+
+def file_bytes(layout: KVLayout, num_tokens: int) -> int:
+    """How long the file of a chunk is."""
+    return _header_bytes(layout.blocks_for(num_tokens)) + layout.bytes_for(num_tokens)
 
 
 def file_name(input_key: str, file_digest: str) -> str:
@@ -127,6 +131,11 @@ def check_block_file(path: Path, row: KVFileRow) -> Damage | None:
     if fingerprint.hex() != row.fingerprint_digest:
         return Damage("fingerprint", "it was made by another model")
     return None
+
+
+def _header_bytes(num_blocks: int) -> int:
+    used = _FIXED.size + (num_blocks + 1) * _SUM.size
+    return -(-used // ALIGNMENT) * ALIGNMENT
 
 
 def _fixed_part(identity: BlockFileIdentity) -> bytes:

@@ -4,6 +4,8 @@
     catalog_collections                                 catalog_chunks       commit, list, vectors
     catalog_files        which key has KV               catalog_search       a search's rows
     catalog_gates        what reuse costs a model       catalog_filters      a filter as SQL
+    catalog_upkeep       which files are needed, read, used
+    catalog_starved      documents whose KV found no room
 
 The tenant is the first argument of everything that a tenant owns, and every statement names it. Methods take
 and return plain rows (`rows.py`).
@@ -17,7 +19,9 @@ from memkv.store.catalog_documents import DocumentStatements
 from memkv.store.catalog_files import FileStatements
 from memkv.store.catalog_gates import GateStatements
 from memkv.store.catalog_search import SearchStatements
+from memkv.store.catalog_starved import StarvedStatements
 from memkv.store.catalog_store import StoreStatements
+from memkv.store.catalog_upkeep import UpkeepStatements
 from memkv.store.database import Database
 
 
@@ -29,6 +33,8 @@ class Catalog(
     SearchStatements,
     FileStatements,
     GateStatements,
+    UpkeepStatements,
+    StarvedStatements,
 ):
     def __init__(self, database: Database) -> None:
         StoreStatements.__init__(self, database)

@@ -88,6 +88,13 @@ class ChunkStatements:
         with self._database.read() as connection:
             return read_page(connection, statement, page, order_by=Chunk.id, make=ChunkRow)
 
+    def chunks_of(self, tenant: str, document_id: str) -> list[ChunkRow]:
+        """A document's chunks, in order."""
+        statement = select(*CHUNK_COLUMNS).where(Chunk.tenant == tenant, Chunk.document_id == document_id)
+        with self._database.read() as connection:
+            rows = connection.execute(statement.order_by(Chunk.ordinal)).all()
+        return [ChunkRow(*tuple(row)) for row in rows]
+
     def collection_state(self, tenant: str, collection_id: str) -> tuple[int, bytes] | None:
         """Generation and stamp; None where the collection is gone."""
         with self._database.read() as connection:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, update
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound
 from memkv.kv.fingerprint import input_key
 from memkv.store.catalog_files import release_files
-from memkv.store.catalog_jobs import abandon_jobs
+from memkv.store.catalog_jobs import abandon_jobs, renew_documents
 from memkv.store.catalog_store import now, read_tenant_secret
 from memkv.store.database import Database
 from memkv.store.ids import new_id
@@ -24,6 +24,7 @@ from memkv.store.rows import (
     NewCollection,
     Page,
     PageRequest,
+    RenewedCollection,
 )
 from memkv.store.tables import Chunk, Collection, Document, KVFile
 
@@ -50,6 +51,8 @@ _COLUMNS = (
     Collection.generation,
     Collection.stamp,
     Collection.created_at,
+    Collection.model_name,
+    Collection.max_kv_bytes,
 )
 
 
@@ -103,6 +106,8 @@ class CollectionStatements:
                 generation=0,
                 stamp=secrets.token_bytes(_STAMP_BYTES),
                 created_at=now(),
+                model_name=new.model_name,
+                max_kv_bytes=new.max_kv_bytes,
             )
             values = {field.name: getattr(row, field.name) for field in fields(row)}
             connection.execute(insert(Collection).values(metadata_=values.pop("metadata"), **values))
@@ -133,6 +138,68 @@ class CollectionStatements:
         with self._database.read() as connection:
             statement = select(*_COLUMNS).where(Collection.tenant == tenant)
             return read_page(connection, statement, page, order_by=Collection.id, make=CollectionRow)
+
+    def update_collection(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        description: str | None = None,
+        prefill: str | None = None,
+        max_kv_bytes: int | None = None,
+    ) -> CollectionRow:
+        """Changes what is given. Raises CollectionNotFound, BadRequestError."""
+        row = self.get_collection(tenant, name)
+        values = {"description": description, "prefill": prefill, "max_kv_bytes": max_kv_bytes}
+        given = {key: value for key, value in values.items() if value is not None}
+        if description is not None:
+            checked_text("the description", description, max_chars=10_000)
+        if given:
+            with self._database.write() as transaction:
+                transaction.connection.execute(
+                    update(Collection)
+                    .where(Collection.tenant == tenant, Collection.id == row.id)
+                    .values(**given)
+                )
+        return self.get_collection(tenant, name)
+
+    def all_collections(self) -> list[CollectionRow]:
+        """Of all tenants."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(*_COLUMNS).order_by(Collection.id))
+            return [CollectionRow(*row) for row in rows]
+
+    def renew_collection(self, row: CollectionRow, new: NewCollection) -> RenewedCollection:
+        """Gives a collection to another model: its chunks go, its documents are pending again, in one job.
+
+        Of `new`, what depends on the model and the embedder is taken over. Raises CollectionNotFound.
+        """
+        with self._database.write() as transaction:
+            connection = transaction.connection
+            own = (Chunk.tenant == row.tenant, Chunk.collection_id == row.id)
+            keys = list(connection.execute(select(Chunk.input_key).where(*own).distinct()).scalars())
+            connection.execute(delete(Chunk).where(*own))
+            secret = read_tenant_secret(connection, row.tenant)
+            changed = connection.execute(
+                update(Collection)
+                .where(Collection.tenant == row.tenant, Collection.id == row.id)
+                .values(
+                    fingerprint_digest=new.fingerprint_digest,
+                    fingerprint_json=new.fingerprint_json,
+                    embedder_name=new.embedder_name,
+                    embedder_digest=new.embedder_digest,
+                    dim=new.dim,
+                    prefix_ids=tuple(new.prefix_ids),
+                    prefix_key=input_key(secret, new.fingerprint_digest, (), new.prefix_ids),
+                    model_name=new.model_name,
+                )
+            )
+            if not changed.rowcount:
+                raise CollectionNotFound("the collection does not exist any more")
+            advance_collection(connection, row.id)
+            job = renew_documents(transaction, row.tenant, row.id)
+            released = release_files(connection, row.tenant, [*keys, row.prefix_key])
+        return RenewedCollection(released, job)
 
     def count_collection(self, tenant: str, collection_id: str) -> CollectionCounts:
         with self._database.read() as connection:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, Select, delete, exists, insert, select, 
 from memkv.errors import BadRequestError, CollectionNotFound, DocumentNotFound, UnprocessableDocumentError
 from memkv.store.catalog_chunks import remove_chunks
 from memkv.store.catalog_collections import advance_collection
-from memkv.store.catalog_files import release_files
+from memkv.store.catalog_files import in_batches, release_files
 from memkv.store.catalog_filters import filter_clause
 from memkv.store.catalog_jobs import insert_job, live_job_of
 from memkv.store.catalog_store import now
@@ -127,6 +127,17 @@ class DocumentStatements:
         if row is None:
             raise DocumentNotFound("the document does not exist any more")
         return row.revision, row.text
+
+    def revisions(self, tenant: str, document_ids: Sequence[str]) -> dict[str, int]:
+        """The newest revision of each of these that is there."""
+        found: dict[str, int] = {}
+        with self._database.read() as connection:
+            for batch in in_batches(document_ids):
+                statement = select(Document.id, Document.revision).where(
+                    Document.tenant == tenant, Document.id.in_(batch)
+                )
+                found.update({row.id: row.revision for row in connection.execute(statement)})
+        return found
 
     def list_documents(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, exists, func, insert, select
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, select
 
 from memkv.store.block_file import file_name, parse_file_name
 from memkv.store.catalog_store import now
@@ -21,13 +21,14 @@ from memkv.store.tables import Chunk, Collection, KVFile
 Item = TypeVar("Item")
 
 _BATCH = 500  # values in one statement
-_COLUMNS = (
+FILE_COLUMNS = (
     KVFile.input_key,
     KVFile.tenant,
     KVFile.fingerprint_digest,
     KVFile.file_digest,
     KVFile.num_tokens,
     KVFile.num_bytes,
+    KVFile.collection_id,
 )
 
 
@@ -58,6 +59,8 @@ class FileStatements:
                             "file_digest": file.file_digest,
                             "num_tokens": file.num_tokens,
                             "num_bytes": file.num_bytes,
+                            "collection_id": file.collection_id,
+                            "generation": transaction.generation,
                             "created_at": moment,
                         }
                         for file in added
@@ -68,9 +71,9 @@ class FileStatements:
     def file_for(self, tenant: str, input_key: str) -> KVFileRow | None:
         with self._database.read() as connection:
             row = connection.execute(
-                select(*_COLUMNS).where(KVFile.tenant == tenant, KVFile.input_key == input_key)
+                select(*FILE_COLUMNS).where(KVFile.tenant == tenant, KVFile.input_key == input_key)
             ).first()
-        return None if row is None else _file_row(row)
+        return None if row is None else file_row(row)
 
     def drop_file(self, tenant: str, input_key: str, file_digest: str) -> bool:
         """Drops the row if it still names this file; whether it did."""
@@ -113,11 +116,11 @@ class FileStatements:
     def files_of_all_tenants(self) -> list[KVFileRow]:
         """For recovery and verification."""
         with self._database.read() as connection:
-            rows = connection.execute(select(*_COLUMNS).order_by(KVFile.input_key))
-            return [_file_row(row) for row in rows]
+            rows = connection.execute(select(*FILE_COLUMNS).order_by(KVFile.input_key))
+            return [file_row(row) for row in rows]
 
     def drop_files_of_all_tenants(self, files: Sequence[KVFileRow]) -> None:
-        """For recovery: drops rows whose file is gone."""
+        """For recovery and eviction: drops rows whose file is gone, or is to go."""
         with self._database.write() as transaction:
             for batch in in_batches([file.input_key for file in files]):
                 transaction.connection.execute(delete(KVFile).where(KVFile.input_key.in_(batch)))
@@ -135,8 +138,8 @@ def release_files(connection: Connection, tenant: str, input_keys: Sequence[str]
     """
     released: list[KVFileRow] = []
     for batch in in_batches(sorted(set(input_keys))):
-        unused = select(*_COLUMNS).where(*_unused(tenant, batch))
-        rows = [_file_row(row) for row in connection.execute(unused)]
+        unused = select(*FILE_COLUMNS).where(*_unused(tenant, batch))
+        rows = [file_row(row) for row in connection.execute(unused)]
         if rows:
             connection.execute(delete(KVFile).where(KVFile.input_key.in_([row.input_key for row in rows])))
         released.extend(rows)
@@ -145,15 +148,18 @@ def release_files(connection: Connection, tenant: str, input_keys: Sequence[str]
 
 def _unused(tenant: str, input_keys: Sequence[str]) -> tuple[ColumnElement[bool], ...]:
     """True of rows among `input_keys` that nothing refers to."""
+    return (KVFile.tenant == tenant, KVFile.input_key.in_(input_keys), *is_unused())
+
+
+def is_unused() -> tuple[ColumnElement[bool], ...]:
+    """True of rows whose key no chunk and no prefix refers to."""
     return (
-        KVFile.tenant == tenant,
-        KVFile.input_key.in_(input_keys),
-        ~exists().where(Chunk.tenant == tenant, Chunk.input_key == KVFile.input_key),
-        ~exists().where(Collection.tenant == tenant, Collection.prefix_key == KVFile.input_key),
+        ~exists().where(Chunk.tenant == KVFile.tenant, Chunk.input_key == KVFile.input_key),
+        ~exists().where(Collection.tenant == KVFile.tenant, Collection.prefix_key == KVFile.input_key),
     )
 
 
-def _file_row(values: Row[*tuple[Any, ...]]) -> KVFileRow:
+def file_row(values: Sequence[Any]) -> KVFileRow:
     row = KVFileRow(*values)
     if parse_file_name(file_name(row.input_key, row.file_digest)) is None:  # it becomes a path
         raise damaged("a block file's name is not one")

@@ -41,6 +41,7 @@ JOB_COLUMNS = (
     Job.created_at,
     Job.started_at,
     Job.finished_at,
+    Job.arguments,
 )
 
 
@@ -53,6 +54,7 @@ def insert_job(
     *,
     total: int,
     unit: str,
+    arguments: Mapping[str, object] | None = None,
 ) -> JobRow:
     """Queues a job within the caller's transaction."""
     job = JobRow(
@@ -72,6 +74,7 @@ def insert_job(
         created_at=now(),
         started_at=None,
         finished_at=None,
+        arguments=arguments or {},
     )
     transaction.connection.execute(
         insert(Job).values(
@@ -89,6 +92,7 @@ def insert_job(
             attempts=0,
             cancel_requested=0,
             created_at=job.created_at,
+            arguments=None if arguments is None else dict(arguments),
         )
     )
     if document_ids:
@@ -100,6 +104,31 @@ def insert_job(
             ],
         )
     return job
+
+
+def renew_documents(transaction: WriteTransaction, tenant: str, collection_id: str) -> JobRow | None:
+    """Makes every document of a collection pending again, and queues one job for them."""
+    connection = transaction.connection
+    own = (Document.tenant == tenant, Document.collection_id == collection_id)
+    rows = connection.execute(select(Document.id, Document.text_bytes).where(*own).order_by(Document.id))
+    sizes = {row.id: row.text_bytes for row in rows}
+    if not sizes:
+        return None
+    connection.execute(
+        update(Document)
+        .where(*own)
+        .values(
+            status="pending",
+            revision=Document.revision + 1,
+            error=None,
+            num_chunks=0,
+            num_tokens=0,
+            updated_at=now(),
+        )
+    )
+    return insert_job(
+        transaction, tenant, collection_id, "ingest", list(sizes), total=sum(sizes.values()), unit="bytes"
+    )
 
 
 def live_job_of(connection: Connection, document_id: str) -> str | None:
@@ -147,4 +176,4 @@ def end_job(connection: Connection, job_id: str, status: str, values: Mapping[st
 
 def job_row(*values: Any) -> JobRow:
     row = JobRow(*values)
-    return replace(row, cancel_requested=bool(row.cancel_requested))
+    return replace(row, cancel_requested=bool(row.cancel_requested), arguments=row.arguments or {})

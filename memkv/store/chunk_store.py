@@ -13,7 +13,7 @@ from __future__ import annotations
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,12 +28,14 @@ from memkv.store.block_file import (
     BlockFileIdentity,
     check_block_file,
     encode_header,
+    file_bytes,
     file_digest,
     file_name,
     read_block_file,
 )
 from memkv.store.catalog import Catalog
 from memkv.store.durable_files import Damage, storage_error, write_new_file
+from memkv.store.quota import NO_CAPS, Caps, Claim, Quota
 from memkv.store.rows import DEFAULT_TENANT, KVFileRow
 
 _WRITERS = 16  # threads that write and fsync; the disk merges their flushes
@@ -47,16 +49,16 @@ class PublishItem:
     token_ids: Sequence[int]
     kv: ChunkKV
     tenant: str = DEFAULT_TENANT
+    collection_id: str = ""  # that it counts against
 
 
 @dataclass(frozen=True, slots=True)
-class StoreProblem:
-    """One thing that is wrong under the data directory."""
+class Orphan:
+    """A file under blocks/ that no row names."""
 
-    kind: str  # a Damage kind, or `orphan`: a file that no row names
-    name: str  # of the file, within blocks/
-    detail: str
-    repaired: bool
+    name: str
+    num_bytes: int
+    removed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ class _Draft:
 class ChunkStore:
     """Thread-safe. Its directories must exist (`Store.open` makes them)."""
 
-    def __init__(self, data_dir: Path, catalog: Catalog) -> None:
+    def __init__(self, data_dir: Path, catalog: Catalog, caps: Caps = NO_CAPS) -> None:
         self._directory = BlockDirectory(data_dir)
+        self.quota = Quota(catalog, caps)
         self._catalog = catalog
         self._names = threading.Lock()  # rows and final names change together under it
         self._counting = threading.Lock()
@@ -92,17 +95,19 @@ class ChunkStore:
         A key that is there already is left as it is.
 
         Raises:
-            InsufficientStorageError: the disk is full; nothing is visible, nothing is left.
+            InsufficientStorageError: the disk is full, or a cap is reached; nothing is visible, nothing left.
             ServiceUnavailableError: the disk or the database failed; nothing is visible.
         """
-        drafts = self._write_drafts(self._missing(items))
-        try:
-            with self._names:
-                added = self._make_visible(drafts)
-        finally:
-            for draft in drafts:
-                with suppress(OSError):
-                    draft.path.unlink(missing_ok=True)
+        missing = self._missing(items)
+        with self.quota.claim([_claim(item) for item in missing]):
+            drafts = self._write_drafts(missing)
+            try:
+                with self._names:
+                    added = self._make_visible(drafts)
+            finally:
+                for draft in drafts:
+                    with suppress(OSError):
+                        draft.path.unlink(missing_ok=True)
         self._count(published=len(added), published_bytes=sum(row.num_bytes for row in added))
         return len(added)
 
@@ -176,40 +181,57 @@ class ChunkStore:
         named = {file_name(row.input_key, row.file_digest) for row in rows}
         return Recovered(drafts, len(missing), len(listing.names - named))
 
-    def verify(
-        self,
-        *,
-        full: bool = False,
-        repair: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[StoreProblem]:
-        """Compares rows with files: presence and size, and with `full` every byte.
+    def check(self, row: KVFileRow, *, full: bool) -> Damage | None:
+        """What is wrong with a row's file; None where nothing is."""
+        path = self._directory.path(row)
+        if full and (damage := check_block_file(path, row)) is not None:
+            return damage
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return Damage("missing", "there is no such file")
+        except OSError as error:
+            return Damage("unreadable", error.strerror or type(error).__name__, transient=True)
+        if not stat.S_ISREG(found.st_mode):
+            return Damage("irregular", "not a regular file")
+        if found.st_size != row.num_bytes:
+            return Damage("size", f"{found.st_size} bytes, not {row.num_bytes}")
+        if found.st_mode & 0o777 != 0o400:
+            return Damage("mode", f"its mode is {found.st_mode & 0o777:o}, not 400")
+        return None
 
-        With `repair`, bad files go to quarantine with their rows dropped, and files that no row names are
-        unlinked. `on_progress` is told (files looked at, files).
-        """
-        found: list[StoreProblem] = []
-        rows = self._catalog.files_of_all_tenants()
-        for done, row in enumerate(rows):
-            if on_progress is not None:
-                on_progress(done, len(rows))
-            damage = self._check(row, full=full)
-            if damage is None:
-                continue
-            repaired = repair and self._discard(row, damage)
-            name = file_name(row.input_key, row.file_digest)
-            found.append(StoreProblem(damage.kind, name, damage.detail, repaired))
+    def set_right(self, row: KVFileRow, damage: Damage) -> bool:
+        """Mends a file's mode; sets any other damaged file aside with its row dropped. Whether it could."""
+        if damage.transient:
+            return False
+        if damage.kind == "mode":
+            return self._directory.restrict(row)
+        with self._names:
+            return self._discard_locked(row, damage)
+
+    def orphans(self, *, remove: bool = False) -> list[Orphan]:
+        """Files that no row names; removed where `remove` says so."""
         with self._names:
             rows = self._catalog.files_of_all_tenants()
             named = {file_name(row.input_key, row.file_digest) for row in rows}
-            for name in sorted(self._directory.list().names - named):
-                removed = False
-                if repair:
-                    with suppress(OSError):
-                        self._directory.path_of(name).unlink()
-                        removed = True
-                found.append(StoreProblem("orphan", name, "no row names it", removed))
-        return found
+            names = sorted(self._directory.list().names - named)
+            return [
+                Orphan(name, self._directory.size_of(name), remove and self._directory.unlink(name))
+                for name in names
+            ]
+
+    def release_all_unused(self) -> tuple[KVFileRow, ...]:
+        """Lets go of every file whose key nothing refers to: rows, then files."""
+        unused = self._catalog.unused_files()
+        released: list[KVFileRow] = []
+        for tenant in {row.tenant for row in unused}:
+            released += self.release_unused(tenant, [row.input_key for row in unused if row.tenant == tenant])
+        return tuple(released)
+
+    def evict(self, rows: Sequence[KVFileRow]) -> int:
+        """Drops files that may be needed again, rows first; the next use prefills. Returns the bytes."""
+        self._catalog.drop_files_of_all_tenants(rows)
+        return self.reclaim(rows)
 
     def stats(self) -> dict[str, int]:
         """Since the opening: hits, misses, published, damaged_<kind> ...; and what is in quarantine."""
@@ -264,6 +286,7 @@ class ChunkStore:
             file_digest=file_digest(parts),
             num_tokens=identity.num_tokens,
             num_bytes=identity.file_bytes,
+            collection_id=item.collection_id,
         )
         path = self._directory.temporary_path()
         write_new_file(path, parts, mode=0o400)
@@ -308,10 +331,6 @@ class ChunkStore:
                 self._discard_locked(row, found)
             return found
 
-    def _discard(self, row: KVFileRow, damage: Damage) -> bool:
-        with self._names:
-            return self._discard_locked(row, damage)
-
     def _discard_locked(self, row: KVFileRow, damage: Damage) -> bool:
         """Row first, then the file. False where the database cannot be written: the next load tries again."""
         try:
@@ -322,24 +341,10 @@ class ChunkStore:
             self._count(quarantined=int(self._directory.quarantine(self._directory.path(row), damage)))
         return True
 
-    # looking
-
-    def _check(self, row: KVFileRow, *, full: bool) -> Damage | None:
-        path = self._directory.path(row)
-        if full:
-            return check_block_file(path, row)
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return Damage("missing", "there is no such file")
-        except OSError as error:
-            return Damage("unreadable", error.strerror or type(error).__name__, transient=True)
-        if not stat.S_ISREG(found.st_mode):
-            return Damage("irregular", "not a regular file")
-        if found.st_size != row.num_bytes:
-            return Damage("size", f"{found.st_size} bytes, not {row.num_bytes}")
-        return None
-
     def _count(self, **counts: int) -> None:
         with self._counting:
             self._counts.update(counts)
+
+
+def _claim(item: PublishItem) -> Claim:
+    return Claim(item.tenant, item.collection_id, file_bytes(item.kv.layout, item.kv.num_tokens))

@@ -99,15 +99,8 @@ class Database:
     @contextmanager
     def unfenced_write(self) -> Iterator[Connection]:
         """For opening and migrating, when no epoch is known yet."""
-        if not self._writer.acquire(timeout=max(self.busy_seconds, 0)):
-            raise DatabaseUnavailable(
-                "other writers kept the database busy; nothing was written", hint="retry in a moment"
-            )
-        try:
-            with self._begin(write=True) as connection:
-                yield connection
-        finally:
-            self._writer.release()
+        with self._writing(), self._begin(write=True) as connection:
+            yield connection
 
     @contextmanager
     def hold_connection(self) -> Iterator[Connection]:
@@ -145,10 +138,55 @@ class Database:
         found = [str(line) for line in lines if line != "ok"]
         return found + [f"{row[0]} row {row[1]} refers to a missing row of {row[2]}" for row in broken]
 
+    def size(self) -> int:
+        """Bytes that the database takes on its disk, but for its log."""
+        with self.read() as connection:
+            if self.is_sqlite:
+                pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+                return int(pages * connection.exec_driver_sql("PRAGMA page_size").scalar_one())
+            return int(connection.exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one())
+
+    def unused_bytes(self) -> int:
+        """Those of them that deleted rows left; 0 on PostgreSQL, which reuses them by itself."""
+        if not self.is_sqlite:
+            return 0
+        with self.read() as connection:
+            pages = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            return int(pages * connection.exec_driver_sql("PRAGMA page_size").scalar_one())
+
+    def compact(self) -> None:
+        """Gives unused space back to the disk, as far as the database can; writers wait meanwhile."""
+        with self._writing():
+            if not self.is_sqlite:
+                with self.hold_connection() as connection:
+                    connection.exec_driver_sql("VACUUM (ANALYZE)")
+                return
+            pooled = self._engine.raw_connection()
+            try:
+                # On the driver itself, which begins no transaction: VACUUM runs outside of any.
+                for statement in ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
+                    pooled.cursor().execute(statement)
+            except sqlite_driver.Error as error:
+                raise translate(error) or error from error
+            finally:
+                pooled.close()
+
     def close(self) -> None:
         """Whatever comes later is refused: the store's lock is about to go."""
         self._closed = True
         self._engine.dispose()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One writer of this process at a time."""
+        if not self._writer.acquire(timeout=max(self.busy_seconds, 0)):
+            raise DatabaseUnavailable(
+                "other writers kept the database busy; nothing was written", hint="retry in a moment"
+            )
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     @contextmanager
     def _begin(self, *, write: bool) -> Iterator[Connection]:

@@ -64,11 +64,19 @@ class Jobs:
         document_ids: Sequence[str],
         *,
         unit: str = "documents",
+        arguments: Mapping[str, object] | None = None,
     ) -> JobRow:
         checked_text("the job's kind", kind, max_chars=64)
         with self._database.write() as transaction:
             row = insert_job(
-                transaction, tenant, collection_id, kind, document_ids, total=len(document_ids), unit=unit
+                transaction,
+                tenant,
+                collection_id,
+                kind,
+                document_ids,
+                total=len(document_ids),
+                unit=unit,
+                arguments=arguments,
             )
         self.announce()
         return row
@@ -122,19 +130,19 @@ class Jobs:
             ).all()
         return tuple(JobItem(*row) for row in rows)
 
-    def claim(self, owner: str, *, timeout: float = 0.0) -> JobRow | None:
-        """The job that waited longest, now running; None where none came.
+    def claim(self, owner: str, *, kinds: Sequence[str] | None = None, timeout: float = 0.0) -> JobRow | None:
+        """The job, of these kinds, that waited longest, now running; None where none came.
 
         Waits for up to `timeout` seconds, or until `announce` wakes it: a worker that shall stop then can.
         """
         with self._changed:
             seen = self._events
-        job = self._claim(owner)
+        job = self._claim(owner, kinds)
         if job is not None or timeout <= 0:
             return job
         with self._changed:
             woken = self._changed.wait_for(lambda: self._events != seen, timeout)
-        return self._claim(owner) if woken else None
+        return self._claim(owner, kinds) if woken else None
 
     def progress(self, job_id: str, *, stage: str, done: int, total: int, unit: str) -> None:
         """Reports on a running job; written to the database at most once a second."""
@@ -269,8 +277,10 @@ class Jobs:
         self.announce()
         return queued, len(hopeless)
 
-    def _claim(self, owner: str) -> JobRow | None:
+    def _claim(self, owner: str, kinds: Sequence[str] | None) -> JobRow | None:
         waiting = select(Job.id).where(Job.status == "queued").order_by(Job.sequence, Job.id).limit(1)
+        if kinds is not None:
+            waiting = waiting.where(Job.kind.in_(kinds))
         with self._database.read() as connection:  # an idle worker writes nothing
             if connection.execute(waiting).scalar() is None:
                 return None

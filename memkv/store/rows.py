@@ -87,6 +87,8 @@ class NewCollection:
     primer: bool = False  # whether the prefix ends with the primer
     description: str = ""
     metadata: Mapping[str, object] = field(default_factory=dict)
+    model_name: str = ""
+    max_kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class CollectionRow:
     generation: int  # grows with every change of the collection's vectors
     stamp: bytes  # 16 random bytes, new with every generation: tells a restored database from its future
     created_at: datetime
+    model_name: str  # for people; the fingerprint decides
+    max_kv_bytes: int  # of block files made for it; 0: no cap of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,38 @@ class KVFileRow:
     file_digest: str  # xxh3-128 of the whole file, 32 hex digits
     num_tokens: int
     num_bytes: int
+    collection_id: str = ""  # that it was made for, and counts against; empty: not known
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A block file as the database knows it."""
+
+    file: KVFileRow
+    collection: str  # name of the one it was made for; empty: deleted since
+    chunks: int  # that refer to its key; a collection whose prefix it is counts as one
+    uses: int
+    created_at: datetime
+    verified_at: datetime | None
+    used_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedChunk:
+    """What the KV of a key is made of again."""
+
+    collection_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A chunk whose KV a file holds."""
+
+    collection: str
+    document_id: str
+    external_id: str
+    ordinal: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,6 +297,23 @@ class DeletedCollection:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewedCollection:
+    """All of its documents are pending again; `job` is None where it has none."""
+
+    released: tuple[KVFileRow, ...]
+    job: JobRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class LackingDocument:
+    """A document some of whose chunks have no KV."""
+
+    document_id: str
+    chunks: int
+    tokens: int  # of these chunks
+
+
+@dataclass(frozen=True, slots=True)
 class CollectionCounts:
     pending: int
     ready: int
@@ -293,6 +346,7 @@ class JobRow:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:

@@ -27,12 +27,13 @@ from numpy.typing import NDArray
 
 from memkv.errors import ConfigError, MemKVError, MigrationNeeded
 from memkv.store.catalog import Catalog
-from memkv.store.chunk_store import ChunkStore, StoreProblem
+from memkv.store.chunk_store import ChunkStore
 from memkv.store.database import Database, parse_database_url
 from memkv.store.durable_files import Damage, read_file, replace_file, sync_directory
 from memkv.store.filters import parse_filter
 from memkv.store.jobs import Jobs
 from memkv.store.lock import StoreLock, take_advisory_lock
+from memkv.store.quota import NO_CAPS, Caps
 from memkv.store.rows import (
     Accepted,
     Change,
@@ -40,13 +41,18 @@ from memkv.store.rows import (
     Committed,
     DeletedCollection,
     NewChunk,
+    NewCollection,
     NewDocument,
     PageRequest,
+    RenewedCollection,
 )
 from memkv.store.schema import SchemaRevision, require_schema, schema_revision
 from memkv.store.search import SearchHit, search_collection
 from memkv.store.space_reserve import RESERVE_BYTES, SpaceReserve
+from memkv.store.upkeep import Upkeep
+from memkv.store.uses import Uses
 from memkv.store.vector_index import VectorIndexes
+from memkv.store.verification import StoreProblem, verify_files
 
 FORMAT_VERSION = 1  # of the data directory
 
@@ -72,7 +78,14 @@ class Store:
     """Made by `Store.open`; close it, or use it as a context manager. Thread-safe."""
 
     def __init__(
-        self, data_dir: Path, database: Database, reserve: SpaceReserve, *, upgrade: bool, held: ExitStack
+        self,
+        data_dir: Path,
+        database: Database,
+        reserve: SpaceReserve,
+        *,
+        upgrade: bool,
+        caps: Caps,
+        held: ExitStack,
     ) -> None:
         """`Store.open` calls this under the store's lock; what is acquired goes into `held`."""
         _check_settings(database.settings())
@@ -85,13 +98,13 @@ class Store:
         self.catalog = Catalog(database)
         self.store_id = _pair(data_dir, self.catalog)
         epoch = self.catalog.take_over()
-        self.chunks = ChunkStore(data_dir, self.catalog)
+        self.chunks = ChunkStore(data_dir, self.catalog, caps)
         held.callback(self.chunks.close)
         self.jobs = Jobs(database)
         self.recovery = self._recover(schema, epoch)
-        self.indexes = VectorIndexes(
-            data_dir / "indexes", lambda: data_dir / "tmp" / uuid.uuid4().hex, self.store_id, self.catalog
-        )
+        self.indexes = VectorIndexes(data_dir / "indexes", self.temporary_path, self.store_id, self.catalog)
+        self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes)
+        self.uses = Uses(self.catalog)
         self._reserve = reserve
         self._reserve.fill(leaving=RESERVE_BYTES)
         self._held = held
@@ -105,6 +118,7 @@ class Store:
         *,
         upgrade: bool = False,
         busy_seconds: float = 5.0,
+        caps: Caps = NO_CAPS,
     ) -> Store:
         """Locks, migrates (an empty database, or any older one with `upgrade`), recovers.
 
@@ -124,7 +138,7 @@ class Store:
             reserve.give_way()
             database = Database(url, busy_seconds=busy_seconds)
             held.callback(database.close)
-            store = cls(data_dir, database, reserve, upgrade=upgrade, held=held)
+            store = cls(data_dir, database, reserve, upgrade=upgrade, caps=caps, held=held)
             store._held = held.pop_all()
             return store
         raise AssertionError("bug: an exit stack swallowed an error")
@@ -136,6 +150,8 @@ class Store:
         self._closed = True
         with suppress(MemKVError):  # a full disk costs a rebuild, not the shutdown
             self.indexes.save_all()
+        with suppress(MemKVError):
+            self.uses.flush()
         self._held.close()
 
     def __enter__(self) -> Self:
@@ -145,6 +161,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def temporary_path(self) -> Path:
+        """A fresh name on the disk of the block files."""
+        return self.data_dir / "tmp" / uuid.uuid4().hex
 
     def accept_documents(self, tenant: str, collection_id: str, documents: Sequence[NewDocument]) -> Accepted:
         """`Catalog.accept_documents`, and wakes the workers. Once it returns, the texts are never lost."""
@@ -181,6 +201,14 @@ class Store:
         self.jobs.announce()
         return deleted
 
+    def renew_collection(self, row: CollectionRow, new: NewCollection) -> RenewedCollection:
+        """`Catalog.renew_collection`, then the index and the files, and wakes the workers."""
+        renewed = self.catalog.renew_collection(row, new)
+        self.indexes.drop(row.id)
+        self.chunks.reclaim(renewed.released)
+        self.jobs.announce()
+        return renewed
+
     def search(
         self,
         collection: CollectionRow,
@@ -213,7 +241,7 @@ class Store:
         Changes nothing unless `repair` says so. `on_progress` is told (block files looked at, block files).
         """
         found = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
-        found += self.chunks.verify(full=full, repair=repair, on_progress=on_progress)
+        found += verify_files(self.chunks, self.catalog, full=full, repair=repair, on_progress=on_progress)
         for tenant in self.catalog.tenants():
             after: str | None = None
             while True:

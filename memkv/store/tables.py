@@ -5,6 +5,7 @@
                                             1 ── n document_values      what filters compare
     tenants 1 ── n kv_files                  one row per file under blocks/, found by input key
     jobs 1 ── n job_items                    history: they outlive what they speak of
+    kv_uses                                  how often a key was mapped for a question
     gates                                    what reuse costs, as it was measured
 
 `chunks.input_key` and `collections.prefix_key` refer to `kv_files.input_key` without a constraint: KV may be
@@ -158,6 +159,8 @@ class Collection(Base):
     generation: Mapped[int] = mapped_column(BigInteger)
     stamp: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime] = mapped_column(Moment)
+    model_name: Mapped[str] = mapped_column(PlainText)  # for people; the fingerprint decides
+    max_kv_bytes: Mapped[int] = mapped_column(BigInteger)  # 0: no cap of its own
 
 
 class Document(Base):
@@ -237,6 +240,20 @@ class KVFile(Base):
     num_tokens: Mapped[int] = mapped_column(Integer)
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(Moment)
+    collection_id: Mapped[str] = mapped_column(
+        PlainText, index=True
+    )  # that it was made for, and counts against
+    generation: Mapped[int] = mapped_column(BigInteger)  # the store's when it was published
+    verified_at: Mapped[datetime | None] = mapped_column(Moment)  # when every byte was read last
+
+
+class KVUse(Base):
+    __tablename__ = "kv_uses"
+
+    input_key: Mapped[str] = mapped_column(PlainText, primary_key=True)
+    tenant: Mapped[str] = mapped_column(PlainText, ForeignKey("tenants.name"))
+    uses: Mapped[int] = mapped_column(BigInteger)
+    used_at: Mapped[datetime] = mapped_column(Moment)
 
 
 class Job(Base):
@@ -259,6 +276,7 @@ class Job(Base):
     cancel_requested: Mapped[int] = mapped_column(Integer)  # 0 | 1
     lease_epoch: Mapped[int | None] = mapped_column(BigInteger)  # whose epoch runs it; no clock is asked
     lease_owner: Mapped[str | None] = mapped_column(PlainText)
+    arguments: Mapped[dict[str, Any] | None] = mapped_column(JSONText)  # of a kind that takes some
     created_at: Mapped[datetime] = mapped_column(Moment)
     started_at: Mapped[datetime | None] = mapped_column(Moment)
     finished_at: Mapped[datetime | None] = mapped_column(Moment)

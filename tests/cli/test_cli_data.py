@@ -162,6 +162,7 @@ def test_the_store_is_verified_and_damage_is_told(run: Run, models: list[str], d
     data = bytearray(block_file.read_bytes())
     data[-1] ^= 1
     block_file.write_bytes(data)
+    block_file.chmod(0o400)
     broken = run("store", "verify", "--data-dir", "data", "--format", "json")
     assert broken.exit_code == 1
     assert len(json.loads(broken.stdout)["problems"]) == 1

@@ -284,7 +284,7 @@ def test_a_document_forgotten_while_it_is_prefilled_leaves_nothing_on_disk(open_
     accepted = memory.ingest("c", [DocumentCreate(text="\n\n".join(paragraphs(20)), external_id="doc")])
     assert accepted.job is not None
     job = memory.wait_job(accepted.job.id, timeout=120)
-    assert len(published) > 6
+    assert len(published) in (4, 5), "its other batches were prefilled all the same"
     assert (job.counts.documents, job.counts.chunks) == (0, 0)
     assert memory.store_stats().kv_files <= 1, "the prefix alone"
     again = ingest(memory, "A text that comes later stands in this collection all by itself.")

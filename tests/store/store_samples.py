@@ -17,6 +17,7 @@ from memkv.kv.layout import KVLayout
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.chunk_store import PublishItem
 from memkv.store.rows import CollectionRow, Committed, DocumentRow, NewChunk, NewCollection, NewDocument
+from memkv.store.verification import StoreProblem
 
 OpenStore = Callable[..., Store]  # the `open_store` fixture
 
@@ -137,6 +138,11 @@ def load(store: Store, item: PublishItem) -> ChunkKV | None:
     )
 
 
+def damages(store: Store) -> list[StoreProblem]:
+    """What a full verification finds wrong with files that were published without a document, say."""
+    return [problem for problem in store.verify(full=True) if problem.kind != "unused"]
+
+
 def found_texts(store: Store, collection: CollectionRow, text: str, k: int = 100) -> list[str]:
     """What a search for `text` finds, best first."""
     fresh = store.catalog.get_collection(collection.tenant, collection.name)
@@ -166,3 +172,4 @@ def flip(path: Path, at: int) -> None:
 def rewrite(path: Path, data: bytes) -> None:
     path.unlink()
     path.write_bytes(data)
+    path.chmod(0o400)

@@ -16,6 +16,7 @@ from store_samples import (
     LAYOUT,
     PREFIX,
     commit,
+    damages,
     flip,
     found_texts,
     ingest,
@@ -63,7 +64,7 @@ def test_the_first_writer_of_a_key_stays(plain_store: Store) -> None:
     plain_store.chunks.publish([first.item])
     assert plain_store.chunks.publish([second.item]) == 0
     assert is_exact(plain_store, first)
-    assert plain_store.verify(full=True) == []
+    assert damages(plain_store) == []
 
 
 def replace_by(make: Callable[[Path], object]) -> Callable[[Path, Path], object]:
@@ -120,7 +121,7 @@ def test_damage_is_detected_quarantined_and_healed(plain_store: Store, damage: s
     assert store.chunks.publish([hurt.item]) == 1
     assert is_exact(store, hurt)
     assert is_exact(store, other)
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     counts = store.chunks.stats()
     assert sum(count for name, count in counts.items() if name.startswith("damaged_")) == 1
 
@@ -186,17 +187,17 @@ def test_colliding_keys_never_mix_chunks_up(plain_store: Store) -> None:
 def test_a_file_that_nobody_names_is_an_orphan_and_goes_when_asked(plain_store: Store) -> None:
     store = plain_store
     [kept, lost] = samples_of(store, "kept\nlost")
-    store.chunks.publish([kept.item, lost.item])
+    ingest(store, store.catalog.create_collection(T, new_collection()), "kept\nlost")
     row = store.catalog.file_for(T, lost.item.input_key)
     assert row is not None
     store.catalog.drop_file(T, row.input_key, row.file_digest)
     assert [problem.kind for problem in store.verify()] == ["orphan"]
     assert store.chunks.publish([lost.item]) == 1, "the same bytes stood there already"
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     store.catalog.drop_file(T, row.input_key, row.file_digest)
     [problem] = store.verify(repair=True)
     assert problem.repaired
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     assert is_exact(store, kept)
 
 
@@ -216,7 +217,7 @@ def test_a_damaged_orphan_does_not_block_its_name(plain_store: Store) -> None:
 def test_verify_finds_and_repairs_each_kind(store: Store) -> None:
     texts = ["flipped", "cut", "missing", "fifo", "sound"]
     samples = dict(zip(texts, samples_of(store, "\n".join(texts)), strict=True))
-    store.chunks.publish([sample.item for sample in samples.values()])
+    ingest(store, store.catalog.create_collection(T, new_collection()), "\n".join(texts))
     flip(path_of(store, samples["flipped"].item), 4500)
     rewrite(path_of(store, samples["cut"].item), b"short")
     path_of(store, samples["missing"].item).unlink()
@@ -234,7 +235,7 @@ def test_verify_finds_and_repairs_each_kind(store: Store) -> None:
     assert not any(problem.repaired for problem in found)
     assert store.catalog.kv_totals()[0] == 5, "verify changed something without being told to"
     assert all(problem.repaired for problem in store.verify(full=True, repair=True))
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     assert is_exact(store, samples["sound"])
     assert store.catalog.kv_totals()[0] == 1
 

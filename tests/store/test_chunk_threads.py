@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from store_samples import (
+    damages,
     ingest,
     is_exact,
     load,
@@ -72,7 +73,7 @@ def test_threads_that_publish_load_damage_and_heal_one_key(plain_store: Store) -
         if load(store, sample.item) is None:
             store.chunks.publish([sample.item])
         assert is_exact(store, sample)
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     assert list((store.data_dir / "tmp").iterdir()) == []
 
 
@@ -97,6 +98,6 @@ def test_deleting_while_the_same_text_is_ingested_leaves_no_row_without_its_file
     for thread in threads:
         thread.join()
     assert failures == []
-    assert store.verify(full=True) == []
+    assert damages(store) == []
     ingest(store, first, text, external_id="e")
     assert all(is_exact(store, sample) for sample in samples_of(store, text))

@@ -1,0 +1,175 @@
+"""The thread that keeps a store: jobs about the store itself, and what is done when there are none.
+
+When idle it writes down how often chunks were used, tries documents again that found no room, and reads block
+files that nobody read for long, so that damage is found before somebody needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import structlog
+
+from memkv.config import StoreConfig
+from memkv.errors import DatabaseDamaged, MemKVError, StoreFenced
+from memkv.memory.replies import stored_problem
+from memkv.store import Store
+from memkv.store.rows import JobRow
+from memkv.store.verification import Recomputed, scrub
+from memkv.wire import StoreProblem as ProblemReply
+from memkv.wire import StoreVerification, StoreVerify
+
+_log = structlog.get_logger(__name__)
+
+_KINDS = ("verify", "warm")
+_IDLE_SECONDS = 60.0
+_PAUSE_SECONDS = 1.0  # between two passes of the scrubber, and after a failure
+_MOST_PROBLEMS = 1000  # told one by one
+
+Tell = Callable[[int, int], None]  # done, total
+Recompute = Callable[[int, bool, Tell], Recomputed]  # chunks, repair
+
+
+class _Stopped(Exception):
+    """The thread was asked to stop in the middle of a job."""
+
+
+class Maintenance:
+    """Started by whoever opens the store for use; `stop` ends it.
+
+    Args:
+        recompute: prefills so many chunks again and compares them.
+        resume_starved: sees to documents that failed for want of room.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: StoreConfig,
+        recompute: Recompute,
+        resume_starved: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._recompute = recompute
+        self._resume_starved = resume_starved
+        self._owner = f"pid {os.getpid()}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="memkv-maintenance", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends soon; an unfinished job goes back to the queue."""
+        self._stopping.set()
+        self._store.jobs.announce()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def verify(self, request: StoreVerify, tell: Tell) -> StoreVerification:
+        """The whole check, in the caller's thread."""
+        started = time.perf_counter()
+        problems = self._store.verify(full=request.full, repair=request.repair, on_progress=tell)
+        compared = 0
+        if request.deep:
+            again = self._recompute(request.deep, request.repair, tell)
+            compared, problems = again.chunks, problems + again.problems
+        files, size = self._store.catalog.kv_totals()
+        return StoreVerification(
+            full=request.full,
+            kv_files=files,
+            kv_bytes=size,
+            found=len(problems),
+            repaired=sum(problem.repaired for problem in problems),
+            problems=[
+                ProblemReply(kind=p.kind, name=p.name, detail=p.detail, repaired=p.repaired)
+                for p in problems[:_MOST_PROBLEMS]
+            ],
+            recomputed=compared,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _loop(self) -> None:
+        job: JobRow | None = None  # claimed, and not yet ended or given back
+        next_turn = time.monotonic() + _IDLE_SECONDS
+        while not self._stopping.is_set():
+            try:
+                if job is not None:
+                    self._store.jobs.release(job.id)
+                left = max(0.0, next_turn - time.monotonic())
+                job = self._store.jobs.claim(self._owner, kinds=_KINDS, timeout=left)
+                if job is not None:
+                    self._run(job)
+                    job = None
+                elif time.monotonic() >= next_turn:
+                    next_turn = time.monotonic() + self._idle()
+            except _Stopped:
+                self._store.jobs.release(job.id if job is not None else "")
+                return
+            except (StoreFenced, DatabaseDamaged) as error:
+                _log.error("maintenance_ended", code=error.code, detail=error.detail, hint=error.hint)
+                return
+            except MemKVError as error:  # the database is busy or away
+                _log.warning("maintenance_waits", code=error.code, detail=error.detail)
+                self._stopping.wait(_PAUSE_SECONDS)
+
+    def _run(self, job: JobRow) -> None:
+        jobs = self._store.jobs
+        try:
+            counts = self._verify(job) if job.kind == "verify" else self._warm(job)
+        except (StoreFenced, DatabaseDamaged, _Stopped):
+            raise
+        except MemKVError as error:
+            jobs.finish(job.id, "failed", error=stored_problem(error))
+        else:
+            jobs.finish(job.id, "succeeded", counts=counts)
+
+    def _verify(self, job: JobRow) -> dict[str, object]:
+        request = msgspec.convert(dict(job.arguments), StoreVerify)
+        report = self.verify(request, lambda done, total: self._tell(job, "verifying", done, total))
+        return {"verification": msgspec.to_builtins(report)}
+
+    def _warm(self, job: JobRow) -> dict[str, object]:
+        catalog, chunks = self._store.catalog, self._store.chunks
+        catalog.collection_by_id(job.tenant, job.collection_id)
+        rows, read = catalog.files_of(job.collection_id), 0
+        for done, row in enumerate(rows):
+            self._tell(job, "reading", done, len(rows))
+            damage = chunks.check(row, full=True)
+            read += damage is None
+            if damage is not None:
+                chunks.set_right(row, damage)
+        self._tell(job, "reading", len(rows), len(rows))
+        return {"chunks": read}
+
+    def _tell(self, job: JobRow, stage: str, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        self._store.jobs.progress(job.id, stage=stage, done=done, total=total, unit="files")
+
+    def _idle(self) -> float:
+        """One turn without jobs; returns the seconds until the next."""
+        self._store.uses.flush()
+        self._resume_starved()
+        if self._config.scrub_hours == 0:
+            return _IDLE_SECONDS
+        seen = scrub(
+            self._store.chunks,
+            self._store.catalog,
+            older_than=timedelta(hours=self._config.scrub_hours),
+            bytes_per_second=self._config.scrub_rate_bytes,
+            stop=self._stopping,
+        )
+        if seen.damaged:
+            _log.warning("scrubber_found_damage", files=seen.files, damaged=seen.damaged)
+        return _PAUSE_SECONDS if seen.files else _IDLE_SECONDS

@@ -1,0 +1,253 @@
+"""What a memory can do without a model: list, delete, keep the store. Neither torch nor transformers here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from memkv.config import Config
+from memkv.errors import BadRequestError, CollectionNotFound, ConflictError
+from memkv.kv.fingerprint import Fingerprint
+from memkv.memory.administration import Administration
+from memkv.memory.maintenance import Maintenance
+from memkv.memory.replies import (
+    collection_reply,
+    document_reply,
+    job_reply,
+    page_reply,
+    page_rows,
+    stats_reply,
+)
+from memkv.store import Store
+from memkv.store.filters import parse_filter
+from memkv.store.quota import Caps
+from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
+from memkv.store.verification import Recomputed
+from memkv.validation import Violation, validate_request
+from memkv.wire import (
+    Collection,
+    CollectionPatch,
+    Document,
+    DocumentStatus,
+    Filter,
+    Job,
+    JobStatus,
+    Page,
+    PageRequest,
+    Request,
+    StoreStats,
+    StoreVerification,
+    StoreVerify,
+)
+
+
+class StoredMemory:
+    """Opens the store and no model. `Memory` is this and everything that needs one.
+
+    Attributes:
+        admin: what an operator does to the store.
+    """
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._maintenance = Maintenance(store, config.store, self._recompute, self._resume_starved)
+        self.admin = Administration(store, self._drop)
+
+    @classmethod
+    def open_store(cls, config: Config) -> StoredMemory:
+        """Raises what `Store.open` raises."""
+        memory = StoredMemory(config, open_store(config))
+        memory._maintenance.start()
+        return memory
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        try:
+            self._maintenance.stop()
+        finally:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Collections
+
+    def list_collections(self, page: PageRequest, *, tenant: str = DEFAULT_TENANT) -> Page[Collection]:
+        require_valid(page)
+        found = self._store.catalog.list_collections(tenant, page_rows(page))
+        return page_reply(found, self._collection_reply, lambda reply: reply.id)
+
+    def get_collection(self, name: str, *, tenant: str = DEFAULT_TENANT) -> Collection:
+        return self._collection_reply(self._store.catalog.get_collection(tenant, name))
+
+    def update_collection(
+        self, name: str, patch: CollectionPatch, *, tenant: str = DEFAULT_TENANT
+    ) -> Collection:
+        """Raises `CollectionNotFound`."""
+        require_valid(patch)
+        row = self._store.catalog.update_collection(
+            tenant,
+            name,
+            description=patch.description,
+            prefill=patch.prefill,
+            max_kv_bytes=patch.max_kv_bytes,
+        )
+        self._forget_collection(row.id)
+        return self._collection_reply(row)
+
+    def delete_collection(self, name: str, *, tenant: str = DEFAULT_TENANT) -> None:
+        """Gone for queries that start after it returns; running ones end on what they hold."""
+        deleted = self._store.delete_collection(tenant, name)
+        self._forget_collection(deleted.collection_id)
+        self._drop(file.input_key for file in deleted.released)
+
+    # Documents
+
+    def list_documents(
+        self,
+        collection: str,
+        page: PageRequest,
+        *,
+        status: str = "",
+        filter: Filter | None = None,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Page[Document]:
+        require_valid(page)
+        wanted = _one_of(DocumentStatus, status)
+        row = self._store.catalog.get_collection(tenant, collection)
+        found = self._store.catalog.list_documents(
+            tenant,
+            row.id,
+            page_rows(page),
+            status=wanted,
+            matching=parse_filter(filter),
+        )
+        return page_reply(found, lambda document: document_reply(document, row.name), lambda reply: reply.id)
+
+    def get_document(self, collection: str, document: str, *, tenant: str = DEFAULT_TENANT) -> Document:
+        """By id or external id."""
+        row = self._store.catalog.get_collection(tenant, collection)
+        return document_reply(self._store.catalog.get_document(tenant, row.id, document), row.name)
+
+    def forget(self, collection: str, document: str, *, tenant: str = DEFAULT_TENANT) -> None:
+        """Deletes a document by id or external id: no query that starts after this sees it."""
+        row = self._store.catalog.get_collection(tenant, collection)
+        change = self._store.delete_document(tenant, row.id, document)
+        self._drop(file.input_key for file in change.released)
+
+    # Jobs
+
+    def list_jobs(
+        self, page: PageRequest, *, status: str = "", collection: str = "", tenant: str = DEFAULT_TENANT
+    ) -> Page[Job]:
+        require_valid(page)
+        wanted = _one_of(JobStatus, status)
+        collection_id = self._store.catalog.get_collection(tenant, collection).id if collection else None
+        found = self._store.jobs.list(tenant, page_rows(page), status=wanted, collection_id=collection_id)
+        return page_reply(found, self._job_reply, lambda reply: reply.id)
+
+    def get_job(self, job_id: str, *, tenant: str = DEFAULT_TENANT) -> Job:
+        return self._job_reply(self._store.jobs.get(tenant, job_id))
+
+    def wait_job(
+        self,
+        job_id: str,
+        timeout: float | None,
+        on_progress: Callable[[Job], None] | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Job:
+        """The job when it is finished, or as it stands after `timeout` seconds."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            job = self._store.jobs.wait(tenant, job_id, max(0.0, min(left, 0.25)))
+            reply = self._job_reply(job)
+            if on_progress is not None:
+                on_progress(reply)
+            if job.is_finished or left <= 0:
+                return reply
+
+    # Store
+
+    def verify_store(
+        self, full: bool = True, on_progress: Callable[[int, int], None] | None = None
+    ) -> StoreVerification:
+        """Compares database and files in the caller's thread; `full` reads every byte. Mends nothing."""
+        return self._maintenance.verify(StoreVerify(full=full), on_progress or (lambda done, total: None))
+
+    def store_stats(self) -> StoreStats:
+        return stats_reply(self._store.stats(), self._pool(), self._stale())
+
+    # What a model adds
+
+    def _drop(self, input_keys: Iterable[str]) -> None:
+        """Lets a pool forget these."""
+
+    def _forget_collection(self, collection_id: str) -> None:
+        """The collection is not there any more, or not as it was."""
+
+    def _pool(self) -> dict[str, int]:
+        return {}
+
+    def _stale(self) -> list[str]:
+        return []
+
+    def _resume_starved(self) -> None:
+        """Queues documents again that failed for want of room, as far as there is room now."""
+
+    def _recompute(self, count: int, repair: bool, on_progress: Callable[[int, int], None]) -> Recomputed:
+        raise ConflictError(
+            "chunks cannot be prefilled again without a model", hint="leave out --deep, or name the model"
+        )
+
+    def _collection_reply(self, row: CollectionRow) -> Collection:
+        counts = self._store.catalog.count_collection(row.tenant, row.id)
+        return collection_reply(row, counts, model_name(row))
+
+    def _job_reply(self, row: JobRow) -> Job:
+        try:
+            collection = self._store.catalog.collection_by_id(row.tenant, row.collection_id).name
+        except CollectionNotFound:  # deleted since, or the job is about the whole store
+            collection = ""
+        return job_reply(row, collection, self._store.jobs.items(row.tenant, row.id))
+
+
+def open_store(config: Config) -> Store:
+    """The store that a configuration names. Raises what `Store.open` raises."""
+    return Store.open(
+        Path(config.store.data_dir),
+        config.store.database_url or None,
+        busy_seconds=config.store.busy_seconds,
+        caps=Caps(config.store.max_kv_bytes, config.store.max_tenant_kv_bytes),
+    )
+
+
+def model_name(row: CollectionRow) -> str:
+    """What to call the model that made a collection; collections of older memkvs know its digest alone."""
+    return row.model_name or f"weights {Fingerprint.from_json(row.fingerprint_json).weights_digest[:12]}"
+
+
+def require_valid(request: Request) -> None:
+    """Raises `BadRequestError`."""
+    try:
+        validate_request(request)
+    except Violation as error:
+        hint = error.hint or "a server describes every field and its limits at /docs"
+        raise BadRequestError(str(error), hint=hint) from error
+
+
+def _one_of(choices: Any, word: str) -> Any:
+    """`word` as one of a Literal's choices; None for an empty one. Raises `BadRequestError`."""
+    possible = get_args(choices)
+    if word and word not in possible:
+        raise BadRequestError(f"status {word!r} is not known", hint=", ".join(possible))
+    return word or None

@@ -1,0 +1,124 @@
+"""Requests about the store, without IO, in the form of `requests.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memkv.sdk.call import Call, Listing, page_params, segment
+from memkv.sdk.requests import Order
+from memkv.wire import (
+    Page,
+    PageRequest,
+    Quarantine,
+    Request,
+    StoreChange,
+    StoreCollection,
+    StoreCompact,
+    StoreEvict,
+    StoreFile,
+    StoreFileDetail,
+    StoreGC,
+    StorePurge,
+    StoreStats,
+    StoreVerify,
+    StoreWork,
+)
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
+
+
+def store_stats() -> Call[StoreStats]:
+    """Bytes, files and blocks of the store."""
+    return Call(
+        method="GET", path="/v1/store/stats", reply=StoreStats, local=lambda memory: memory.store_stats()
+    )
+
+
+def list_files(
+    *,
+    collection: str = "",
+    unused: bool = False,
+    limit: int = 20,
+    order: Order = "asc",
+    after: str = "",
+    before: str = "",
+) -> Listing[StoreFile]:
+    """Block files in order of their keys: of one collection, or only those that nothing refers to."""
+
+    def call_for(page: PageRequest) -> Call[Page[StoreFile]]:
+        more = {"collection": collection, "unused": "true" if unused else ""}
+        return Call(
+            method="GET",
+            path="/v1/store/files",
+            params=page_params(page, **more),
+            reply=Page[StoreFile],
+            local=lambda memory: memory.admin.files(page, collection=collection, unused=unused),
+        )
+
+    return Listing(PageRequest(limit=limit, order=order, after=after, before=before), call_for)
+
+
+def get_file(key: str) -> Call[StoreFileDetail]:
+    """One file by its key or the first digits: what refers to it, and whether its bytes are right."""
+    return Call(
+        method="GET",
+        path=f"/v1/store/files/{segment(key)}",
+        reply=StoreFileDetail,
+        local=lambda memory: memory.admin.file(key),
+    )
+
+
+def quarantine() -> Call[Quarantine]:
+    """What was set aside, and why."""
+    return Call(
+        method="GET",
+        path="/v1/store/quarantine",
+        reply=Quarantine,
+        local=lambda memory: memory.admin.quarantine(),
+    )
+
+
+def purge_quarantine(*, dry_run: bool = False) -> Call[StoreChange]:
+    """Removes what was set aside."""
+    wanted = StorePurge(dry_run=dry_run)
+    return _change("/v1/store/quarantine/purge", wanted, lambda memory: memory.admin.purge(wanted))
+
+
+def gc(*, dry_run: bool = False, force: bool = False) -> Call[StoreChange]:
+    """Removes what nothing refers to. Raises `ConflictError` where that is most of the store."""
+    wanted = StoreGC(dry_run=dry_run, force=force)
+    return _change("/v1/store/gc", wanted, lambda memory: memory.admin.gc(wanted))
+
+
+def evict(*, collection: str | None = None, to_bytes: int = 0, dry_run: bool = False) -> Call[StoreChange]:
+    """Removes KV, what was used longest ago first, until `to_bytes` are left of it."""
+    wanted = StoreEvict(collection=collection, to_bytes=to_bytes, dry_run=dry_run)
+    return _change("/v1/store/evict", wanted, lambda memory: memory.admin.evict(wanted))
+
+
+def compact(*, dry_run: bool = False) -> Call[StoreChange]:
+    """Gives the space of deleted rows back to the disk of the database."""
+    wanted = StoreCompact(dry_run=dry_run)
+    return _change("/v1/store/compact", wanted, lambda memory: memory.admin.compact(wanted))
+
+
+def start_verify(wanted: StoreVerify) -> Call[StoreWork]:
+    return _work("/v1/store/verify", wanted, lambda memory: memory.admin.verify(wanted))
+
+
+def start_warm(wanted: StoreCollection) -> Call[StoreWork]:
+    return _work("/v1/store/warm", wanted, lambda memory: memory.admin.warm(wanted))
+
+
+def start_reprefill(wanted: StoreCollection) -> Call[StoreWork]:
+    return _work("/v1/store/reprefill", wanted, lambda memory: memory.reprefill(wanted))
+
+
+def _change(path: str, wanted: Request, local: Callable[[Memory], StoreChange]) -> Call[StoreChange]:
+    return Call(method="POST", path=path, reply=StoreChange, body=wanted, local=local, repeatable=False)
+
+
+def _work(path: str, wanted: Request, local: Callable[[Memory], StoreWork]) -> Call[StoreWork]:
+    return Call(method="POST", path=path, reply=StoreWork, body=wanted, local=local, repeatable=False)

@@ -1,0 +1,199 @@
+"""Keeping a store from the command line: embedded without any model, and the same through a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Run
+
+from memkv.memory import parts
+
+TEXT = "# The light\n\nThe lamp of the tower is lit half an hour before sunset. It shows two flashes.\n"
+
+
+@pytest.fixture(params=["embedded", "server"])
+def where(request: pytest.FixtureRequest, models: list[str]) -> list[str]:
+    if request.param == "server":
+        return ["--url", request.getfixturevalue("server")]
+    return ["--data-dir", "data", *models]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return "s-" + "".join(c if c.isalnum() else "-" for c in request.node.name)[:60].strip("-")
+
+
+@pytest.fixture
+def filled(run: Run, where: list[str], name: str) -> list[str]:
+    """A collection with one document; the options that lead there."""
+    result = run("ingest", "-", "-c", name, "--external-id", "light", *where, input=TEXT + name)
+    assert result.exit_code == 0, result.output
+    return where
+
+
+def answer(run: Run, *arguments: str, exit_code: int = 0) -> Any:
+    result = run(*arguments, "--format", "json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def test_files_are_listed_shown_evicted_and_made_again(run: Run, filled: list[str], name: str) -> None:
+    where = filled
+    listed = answer(run, "store", "ls", "-c", name, "--limit", "100", *where)["data"]
+    assert {file["collection"] for file in listed} == {name}
+    chunk = next(file for file in listed if file["uses"] == 0 and file["chunks"] == 1)
+    shown = answer(run, "store", "show", chunk["key"][:16], *where)
+    assert shown["file"] == chunk
+    assert shown["damage"] is None
+    assert "as written" in run("store", "show", chunk["key"], *where).stdout
+
+    plan = answer(run, "store", "evict", "-c", name, "--all", "--dry-run", *where)
+    assert plan["dry_run"]
+    assert plan["files"] > 0
+    done = answer(run, "store", "evict", "-c", name, "--all", *where)
+    assert done["files"] == plan["files"]
+    assert done["bytes_after"] < done["bytes_before"]
+    work = answer(run, "store", "reprefill", name, "--dry-run", *where)
+    assert (work["files"], work["job"]) == (plan["files"], None)
+    made = run("store", "reprefill", name, *where)
+    assert made.exit_code == 0, made.output
+    assert f"made  {plan['files']} block file" in made.stdout
+    assert len(answer(run, "store", "ls", "-c", name, "--limit", "100", *where)["data"]) == len(listed)
+    warmed = answer(run, "store", "warm", name, *where)
+    assert warmed["files"] in (len(listed), len(listed) + 1), "the prefix may be another's"
+    assert warmed["job"]["status"] == "succeeded"
+
+
+def test_the_store_is_checked_and_swept(run: Run, filled: list[str]) -> None:
+    found = answer(run, "store", "verify", *filled)
+    assert (found["found"], found["problems"]) == (0, [])
+    assert answer(run, "store", "verify", "--quick", *filled)["full"] is False
+    assert "no problems" in run("store", "verify", "--deep", "1", *filled).stdout
+    plan = answer(run, "store", "verify", "--dry-run", *filled)
+    assert plan["files"] == found["kv_files"]
+    for command in ("gc", "compact"):
+        dry = answer(run, "store", command, "--dry-run", *filled)
+        done = answer(run, "store", command, *filled)
+        assert (dry["dry_run"], done["dry_run"], done["failed"]) == (True, False, 0)
+        assert done["bytes_after"] <= done["bytes_before"]
+    assert answer(run, "store", "quarantine", *filled) == {"files": [], "bytes": 0}
+    assert answer(run, "store", "quarantine", "--purge", *filled)["files"] == 0
+
+
+def test_what_was_set_aside_is_told(run: Run, models: list[str]) -> None:
+    where = ["--data-dir", "data"]
+    run("ingest", "-", "-c", "c", *where, *models, input=TEXT)
+    [block_file, *_] = sorted(Path("data/blocks").glob("*/*.kv"))
+    block_file.chmod(0o600)
+    block_file.write_bytes(block_file.read_bytes()[:-1])
+    block_file.chmod(0o400)
+    shown = run("store", "show", block_file.name[:64], *where)
+    assert shown.exit_code == 1
+    assert "size: " in shown.stdout
+    assert run("store", "verify", "--quick", *where).exit_code == 1
+    assert run("store", "verify", "--repair", *where).exit_code == 0
+    listed = run("store", "quarantine", *where)
+    assert block_file.name in listed.stdout
+    assert "size" in listed.stdout
+    assert answer(run, "store", "quarantine", "--purge", "--dry-run", *where)["files"] == 1
+    assert answer(run, "store", "quarantine", "--purge", *where)["files"] == 1
+    assert answer(run, "store", "quarantine", *where)["files"] == []
+
+
+def test_most_of_a_store_goes_only_by_force(run: Run, models: list[str]) -> None:
+    where = ["--data-dir", "data"]
+    run("db", "upgrade", *where)
+    for number in range(20):
+        key = f"{number:064x}"
+        place = Path("data/blocks") / key[:2]
+        place.mkdir(exist_ok=True)
+        (place / f"{key}.{'0' * 32}.kv").write_bytes(b"x")
+    refused = run("store", "gc", *where)
+    assert refused.exit_code == 1
+    assert "--force" in refused.stderr
+    assert answer(run, "store", "gc", "--force", *where)["files"] == 20
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("store", "evict"),
+        ("store", "evict", "--all", "--to", "1GB"),
+        ("store", "evict", "--to", "much"),
+        ("store", "show", "short"),
+        ("store", "verify", "--deep", "1001"),
+    ],
+)
+def test_wrong_usage_is_told(run: Run, command: tuple[str, ...]) -> None:
+    result = run(*command, "--data-dir", "data")
+    assert result.exit_code == 2, result.output
+
+
+def test_what_needs_no_model_loads_none(run: Run, models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    where = ["--data-dir", "data"]
+    run("ingest", "-", "-c", "c", "--external-id", "e", *where, *models, input=TEXT)
+
+    def refuse(*_: object) -> object:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(parts, "load_language_model", refuse)
+    monkeypatch.setattr(parts, "load_embedder", refuse)
+    job = answer(run, "jobs", "list", *where)["data"][0]["id"]
+    for command in (
+        ("collections", "list"),
+        ("collections", "show", "c"),
+        ("documents", "list", "-c", "c"),
+        ("documents", "show", "e", "-c", "c"),
+        ("jobs", "show", job),
+        ("store", "stats"),
+        ("store", "ls"),
+        ("store", "verify"),
+        ("store", "gc"),
+        ("store", "warm", "c"),
+        ("store", "evict", "--all"),
+        ("store", "compact"),
+        ("store", "quarantine"),
+        ("documents", "delete", "e", "-c", "c", "--yes"),
+        ("collections", "delete", "c", "--yes"),
+    ):
+        result = run(*command, *where)
+        assert result.exit_code == 0, f"{command}: {result.output}"
+    control = run("search", "lamp", "-c", "c", *where)
+    assert "a model was loaded" in control.stderr
+
+
+def test_a_job_that_nobody_works_on_is_told(run: Run, models: list[str]) -> None:
+    where = ["--data-dir", "data", *models]
+    result = run("ingest", "-", "-c", "c", "--no-wait", *where, input=TEXT)
+    assert result.exit_code == 0
+    if "queued" in result.stdout:
+        assert "nothing works on it now" in result.stderr
+    quiet = run("ingest", "-", "-c", "c", "--external-id", "b", "--no-wait", "-q", *where, input=TEXT)
+    assert quiet.stderr == ""
+
+
+def test_what_an_ingest_would_cost_is_told_and_nothing_kept(run: Run, where: list[str], name: str) -> None:
+    Path("light.md").write_text(TEXT + name)
+    cost = answer(run, "ingest", "light.md", "-c", name, "--dry-run", *where)
+    assert (cost["documents"], cost["fits"]) == (1, True)
+    assert cost["kv_bytes"] > 0
+    assert run("collections", "show", name, *where).exit_code == 1, "the collection was made"
+    told = run("ingest", "light.md", "-c", name, "--dry-run", *where)
+    assert "it fits" in told.stdout
+    assert "worth keeping  " in told.stdout
+    made = answer(run, "collections", "create", name, "--max-kv", "1kB", "--prefill", "eager", *where)
+    assert made["max_kv_bytes"] == 1000
+    refused = run("ingest", "light.md", "-c", name, "--dry-run", *where)
+    assert refused.exit_code == 1
+    assert "does not fit" in refused.stdout
+    full = run("ingest", "light.md", "-c", name, *where)
+    assert full.exit_code == 1
+    assert "of at most 1,000" in full.stderr
+    changed = answer(run, "collections", "update", name, "--max-kv", "0", "--prefill", "after_5_uses", *where)
+    assert (changed["max_kv_bytes"], changed["prefill"]) == (0, "after_5_uses")
+    assert run("ingest", "light.md", "-c", name, *where).exit_code == 0
+    assert answer(run, "store", "ls", "-c", name, *where)["data"] == [], "it was not used five times yet"
+    assert run("collections", "update", name, "--prefill", "lazily", *where).exit_code == 2
