@@ -1,7 +1,7 @@
 """The study of what reuse costs SmolLM2: every policy, peer and option, on real and made-up tasks.
 
     python tests/bench/quality_study.py measure DIRECTORY        once for each GPU, at the same time
-    python tests/bench/quality_study.py keep DIRECTORY TIMES     TIMES: of `memkv eval run --times-only`
+    python tests/bench/quality_study.py keep DIRECTORY [TIMES]   TIMES: of `memkv eval run --times-only`
 
 `measure` takes the jobs that no other process has taken and writes one result for each; it wants a GPU, the
 model's name in MEMKV_MODEL and the MTRAG tasks under MEMKV_TEST_DATA. Products of float32 matrices are taken
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,9 +39,9 @@ GENERATED = 504
 SECONDS = float(os.environ.get("MEMKV_STUDY_SECONDS", "inf"))  # no job is begun later
 
 SELECT = ("select:0.05", "select:0.1", "select:0.15", "select:0.2", "select:0.25", "select:0.3")
-OWN = ("exact", "order", "map", "head:1", "head:2", "neighbours:1", *SELECT, "mass:0.9", "mass:0.95")
-PEERS = ("cacheblend:0.15", "cacheblend:0.3", "alone", "temperature:0.9", "temperature:0.8")
 FEW = ("map", "head:1", "select:0.1", "select:0.2", "select:0.3")
+BETWEEN = ("select:0.05", "select:0.15", "select:0.25", "mass:0.9", "mass:0.95")
+PEERS = ("cacheblend:0.15", "cacheblend:0.3")
 NONE, STORED, PROMPT = Form(), Form(primer="stored"), Form(primer="prompt")
 
 
@@ -60,15 +61,21 @@ class Job:
 def _jobs() -> dict[str, Job]:
     """By name, the long ones first."""
     jobs: dict[str, Job] = {}
-    for name, form in {"": NONE, "-stored": STORED, "-prompt": PROMPT}.items():
-        jobs[f"mtrag{name} own"] = Job(f"smollm2-mtrag{name}", form, OWN, answers=48)
-    for name, form in {"": NONE, "-stored": STORED, "-prompt": PROMPT}.items():
-        jobs[f"mtrag{name} peers"] = Job(f"smollm2-mtrag{name}", form, PEERS)
-    generated = ("exact", "map", "head:1", "head:2", *SELECT, "mass:0.9", *PEERS[:2])
+    for name, form in {"": NONE, "-stored": STORED}.items():
+        result = f"smollm2-mtrag{name}"
+        jobs[f"mtrag{name} answers"] = Job(result, form, FEW, answers=32)
+        jobs[f"mtrag{name}"] = Job(result, form, ("exact", "head:2", *BETWEEN))
+        jobs[f"mtrag{name} peers"] = Job(result, form, PEERS)
+    jobs["mtrag others"] = Job(
+        "smollm2-mtrag", NONE, ("order", "neighbours:1", "alone", "temperature:0.9", "temperature:0.8")
+    )
+    jobs["mtrag-prompt"] = Job("smollm2-mtrag-prompt", PROMPT, ("exact", *FEW, "select:0.05", "mass:0.9"))
     for kind in KINDS:
         for name, form in {"": NONE, "-stored": STORED, "-prompt": PROMPT}.items():
-            job = Job(f"smollm2-generated{name}", form, generated, kinds=(kind,), generated=True)
-            jobs[f"generated{name} {kind}"] = job
+            policies = ("exact", *FEW, "select:0.15", "mass:0.9", *(PEERS if form is NONE else ()))
+            jobs[f"generated{name} {kind}"] = Job(
+                f"smollm2-generated{name}", form, policies, kinds=(kind,), generated=True
+            )
     jobs.update(_options())
     return jobs
 
@@ -86,14 +93,12 @@ def _options() -> dict[str, Job]:
     ]
     policies: dict[str, tuple[str | Subject, ...]] = {"looks": tuple(looks)}
     forms = {"looks": NONE, "looks stored": STORED}
-    for form, name in ((NONE, ""), (STORED, " stored")):
+    for form, name in ((STORED, " stored"), (NONE, "")):
         forms |= {f"chunks of {size}{name}": replace(form, chunk_tokens=size) for size in (64, 128, 512)}
         forms[f"shuffled{name}"] = replace(form, order="shuffled")
-        forms[f"2048 tokens{name}"] = replace(form, length=2048)
     for primer in ("stored", "prompt"):
         for count in (1, 2, 4):
             forms[f"{count} documents {primer}"] = Form(primer=primer, primer_documents=count)
-    forms |= {f"{count} examples": Form(examples=count) for count in (1, 2)}
     return {
         f"option {name}": Job("smollm2-options", form, policies.get(name.split()[0], FEW), questions=64)
         for name, form in forms.items()
@@ -117,7 +122,7 @@ def _embedder(*_: object) -> Embedder:
 
 @cache
 def _config():  # type: ignore[no-untyped-def]
-    changes = {"engine.pool_bytes": "30GB", "engine.max_batch_tokens": 65536, "engine.max_running": 512}
+    changes = {"engine.pool_bytes": "15GB", "engine.max_batch_tokens": 32768, "engine.max_running": 512}
     return load_config({**changes, "model.dtype": "float32", "model.device": "cuda", "engine.threads": 2})
 
 
@@ -144,19 +149,21 @@ def measure(directory: Path) -> None:
         print(f"{time.monotonic() - started:6.1f} s  {name}: {time.monotonic() - begun:.1f} s", flush=True)
 
 
-def keep(directory: Path, times: Path | None) -> None:
-    jobs = {name: job for name, job in _jobs().items() if (directory / f"{name}.json").exists()}
-    options = {}
-    for result in dict.fromkeys(job.result for job in jobs.values()):
-        studies = {
-            name: read_study(directory / f"{name}.json") for name, job in jobs.items() if job.result == result
-        }
+def keep(directory: Path, times: Sequence[Path]) -> None:
+    """Joins the jobs of each kept result, with the times of a CPU where they are of the same prompts."""
+    found: dict[str, dict[str, Study]] = {}
+    for name, job in _jobs().items():
+        if (directory / f"{name}.json").exists():
+            found.setdefault(job.result, {})[name] = read_study(directory / f"{name}.json")
+    timed = {(study.data, study.form["primer"]): study for study in map(read_study, times)}
+    for result, studies in found.items():
         if result == "smollm2-options":
             options = {name.removeprefix("option "): study for name, study in studies.items()}
-            _write(RESULTS / f"{result}.json", options)
-        else:
-            whole = _joined(list(studies.values()))
-            _write(RESULTS / f"{result}.json", whole if times is None else _timed(whole, read_study(times)))
+            _write(RESULTS / "options" / "smollm2.json", options)
+            continue
+        whole = _joined(list(studies.values()))
+        taken = timed.get((whole.data, whole.form["primer"]))
+        _write(RESULTS / f"{result}.json", whole if taken is None else _timed(whole, taken))
 
 
 def _joined(studies: list[Study]) -> Study:
@@ -187,6 +194,7 @@ def _timed(study: Study, times: Study) -> Study:
 
 
 def _write(path: Path, found: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     print(path)
 
@@ -196,7 +204,7 @@ def main() -> None:
     if command == "measure":
         measure(Path(directory))
     else:
-        keep(Path(directory), Path(rest[0]) if rest else None)
+        keep(Path(directory), [Path(name) for name in rest])
 
 
 if __name__ == "__main__":

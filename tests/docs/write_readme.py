@@ -1,4 +1,6 @@
-"""Writes the generated parts of README.md: `python tests/docs/write_readme.py`. A test compares.
+"""Writes what is generated of README.md and of the kept evaluations' page; a test compares.
+
+    python tests/docs/write_readme.py
 
 Each stands between `<!-- made by tests/docs/write_readme.py: NAME -->` and `<!-- end -->`.
 """
@@ -12,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+import quality_tables
 
 from memkv.cli import main
 from memkv.cli.settings import MEANING, variable_of
 from memkv.config import Config
-from memkv.eval.study import read_study
 from memkv.store import block_file
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 MEASURED = ROOT / "tests" / "bench" / "results" / "compare-smollm2.json"
-QUALITY = ROOT / "tests" / "bench" / "results" / "quality" / "smollm2-mtrag.json"
+PAGES = (README, quality_tables.RESULTS / "README.md")
 
 _PART = re.compile(r"(<!-- made by tests/docs/write_readme\.py: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WAYS = {
@@ -30,21 +32,6 @@ _WAYS = {
     "exact": "prefix and first chunk mapped; the same answer as `off`",
     "head": "all chunks mapped, the first block of each later one computed",
     "map": "all chunks mapped",
-}
-_SHOWN = {  # of the kept evaluation; "" where the policy's own name says it
-    "full": "full prefill",
-    "exact": "",
-    "map": "",
-    "alone": "`map`, chunks prefilled without a prefix",
-    "head:1": "`head:1` (EPIC, 16 tokens)",
-    "head:2": "`head:2` (EPIC, 32 tokens)",
-    "select:0.1": "",
-    "select:0.15": "",
-    "select:0.2": "",
-    "select:0.3": "",
-    "mass:0.95": "",
-    "cacheblend:0.15": "CacheBlend, 15 % of tokens",
-    "cacheblend:0.3": "CacheBlend, 30 % of tokens",
 }
 
 
@@ -95,30 +82,6 @@ def speed() -> str:
     return "\n".join(lines)
 
 
-def quality() -> str:
-    """The kept evaluation on real questions, cheapest first."""
-    study = read_study(QUALITY)
-    lines = [
-        f"MTRAG questions among {study.chunk_tokens_mean:.0f} retrieved tokens in chunks of up to "
-        f"{study.form['chunk_tokens']}; {study.dtype}, KV in {study.kv_dtype}; {study.device}. Added is what "
-        "the policy adds to the gold answer's negative log-likelihood, in nats a token, with its 95 % "
-        "interval. Rows with different numbers of questions are not about the same ones.",
-        "",
-        "| policy | questions | computed | KL | added | | first token | sooner |",
-        "| --- | --: | --: | --: | --: | --- | --: | --: |",
-    ]
-    for row in study.rows:
-        if row.policy in _SHOWN:
-            name = _SHOWN[row.policy] or f"`{row.policy}`"
-            interval = f"{row.dnll_low:+.2f} to {row.dnll_high:+.2f}"
-            times = f"{row.ttft_ms:.0f} ms | {row.ttft_speedup:.1f} x" if row.ttft_ms else " | "
-            lines.append(
-                f"| {name} | {row.questions} | {100 * row.fresh:.0f} % | {row.kl:.2f} | {row.dnll:+.2f} | "
-                f"{interval} | {times} |"
-            )
-    return "\n".join([*lines, ""])
-
-
 def configuration() -> str:
     """Every key, its default and its variable."""
     rows = [
@@ -142,7 +105,11 @@ def block_format() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
-    "quality": quality,
+    "quality": quality_tables.real_questions,
+    "quality-needles": quality_tables.needles,
+    "quality-gate": quality_tables.gated,
+    "quality-stored": quality_tables.stored,
+    "quality-options": quality_tables.options,
     "configuration": configuration,
     "commands": commands,
     "block-file": block_format,
@@ -201,4 +168,5 @@ _SETS = {
 _SHARED = set().union(*_SETS.values())
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
