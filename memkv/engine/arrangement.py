@@ -31,9 +31,14 @@ class Arrangement:
     num_continued: int = 0
 
 
-def arrangements(request: GenerateRequest, continuations: Continuations) -> Iterator[Arrangement]:
-    """The last one needs the blocks that were asked for when the request came, and no others."""
-    plain = _plain(request, tuple(range(len(request.chunks))))
+def as_asked(request: GenerateRequest) -> Arrangement:
+    """The request as it came, without what earlier ones left."""
+    return _plain(request, tuple(range(len(request.chunks))))
+
+
+def arrangements(plain: Arrangement, continuations: Continuations) -> Iterator[Arrangement]:
+    """Of a request as it was asked; the last one needs the blocks that this one does, and no others."""
+    request = plain.request
     if request.reuse != "off":
         orders = _orders(request, continuations) if request.policy.reorders else []
         reordered = [_plain(_in_order(request, order), order) for order in orders]
@@ -57,7 +62,7 @@ def _continued(plain: Arrangement, continuations: Continuations) -> Arrangement:
     if opened is None or placement.look is not None:
         return plain
     end = min(opened.end, request.prompt_tokens - max(1, request.keep_logits))  # those need logits
-    found = continuations.find(request.prefix.input_key, request.prompt_ids(), opened.position, end)
+    found = continuations.find(request.prefix.input_key, request.prompt_ids, opened.position, end)
     if not found:
         return plain
     num_continued = sum(piece.num_tokens for piece in found)

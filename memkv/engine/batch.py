@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
+import numpy as np
+
 from memkv.engine.reuse import LookRequest
-from memkv.engine.token_run import TokenRun
-from memkv.kv.block_table import BlockTable
+from memkv.engine.token_run import Int32s, Int64s, TokenRun
 
 Owner = TypeVar("Owner")
-SegmentInts = tuple[tuple[int, ...], int, int, int]  # blocks, num_tokens, position, stored_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Part(Generic[Owner]):
     look_rows: int = 0
 
     @property
-    def positions(self) -> list[int]:
+    def positions(self) -> Int64s:
         return self.run.positions[self.run.done : self.run.done + self.count]
 
     @property
@@ -55,76 +55,86 @@ class BatchLook:
 
 
 @dataclass(frozen=True, slots=True)
+class VisibleTable:
+    """What a group's rows may see.
+
+    Attributes:
+        segments: [n, 4] of (first entry, num_tokens, position, stored_position).
+        entries: the blocks that entries name.
+    """
+
+    segments: Int32s
+    entries: Int32s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What the model runner needs, as plain integers.
+    """What the model runner needs, on the host.
 
     Attributes:
         token_ids: [total].
         positions: [num_groups] of the positions of each group's rows. An owner's rows are one group; two,
             where only the last of them look.
         slots: [total], block * block_size + offset.
-        tables: [num_groups] of the segments each group's rows may see.
+        tables: [num_groups].
         logit_rows: rows of the packed row whose logits are wanted, ascending.
         looks: of the parts that look, in order.
     """
 
-    token_ids: list[int]
-    positions: list[list[int]]
-    slots: list[int]
-    tables: list[list[SegmentInts]]
+    token_ids: Int64s
+    positions: list[Int64s]
+    slots: Int64s
+    tables: list[VisibleTable]
     logit_rows: list[int]
     looks: list[BatchLook]
 
     @classmethod
     def build(cls, parts: Iterable[Part[Owner]]) -> Self:
-        batch = cls([], [], [], [], [], [])
-        num_entries = 0
+        ids: list[Int64s] = []
+        slots: list[Int64s] = []
+        groups: list[Int64s] = []
+        tables: list[VisibleTable] = []
+        logit_rows: list[int] = []
+        looks: list[BatchLook] = []
+        num_rows = num_entries = 0
         for part in parts:
             run, positions = part.run, part.positions
-            batch.token_ids.extend(run.token_ids[run.done : run.done + part.count])
-            batch.slots.extend(_slots(run.table, positions))
+            ids.append(run.token_ids[run.done : run.done + part.count])
+            slots.append(run.slots[run.done : run.done + part.count])
             cut = part.count - part.look_rows
             for group in (positions[:cut], positions[cut:]) if part.look_rows else (positions,):
-                if group:
-                    batch.positions.append(group)
-                    batch.tables.append(_visible(run.table, group[-1]))
-                    num_entries += sum(len(segment[0]) for segment in batch.tables[-1])
+                if len(group):
+                    groups.append(group)
+                    tables.append(VisibleTable(*run.visible(int(group[-1]))))
+                    num_entries += len(tables[-1].entries)
             if part.look is not None and part.look_rows:
-                own = sum(len(segment[0]) for segment in batch.tables[-1])
-                batch.looks.append(BatchLook(part.look, num_entries - own, own))
-            rows = len(batch.token_ids)
-            batch.logit_rows.extend(range(rows - part.num_logits, rows))
-        return batch
+                own = len(tables[-1].entries)
+                looks.append(BatchLook(part.look, num_entries - own, own))
+            num_rows += part.count
+            logit_rows.extend(range(num_rows - part.num_logits, num_rows))
+        return cls(np.concatenate(ids), groups, np.concatenate(slots), tables, logit_rows, looks)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def plan(self) -> dict[str, Int32s]:
+        """The arrays of an `AttentionPlan`, by name."""
+        num_segments = [len(table.segments) for table in self.tables]
+        segments = np.concatenate([table.segments for table in self.tables])
+        first_entry = _starts([len(table.entries) for table in self.tables])
+        segments[:, 0] += np.repeat(first_entry[:-1], num_segments)
+        return {
+            "query_start": _starts([len(group) for group in self.positions]),
+            "query_position": np.concatenate(self.positions, dtype=np.int32, casting="same_kind"),
+            "segment_start": _starts(num_segments),
+            "segments": segments,
+            "block_ids": np.concatenate([table.entries for table in self.tables]),
+        }
 
-def _slots(table: BlockTable, positions: list[int]) -> list[int]:
-    """Slots of ascending positions: the segments are walked once."""
-    size = table.block_size
-    slots: list[int] = []
-    segments = iter(table.segments)
-    segment = next(segments)
-    for position in positions:
-        while position >= segment.end:
-            segment = next(segments)
-        assert segment.private and position >= segment.position, "bug: a shared block would be written"
-        block, offset = divmod(position - segment.position, size)
-        slots.append(segment.blocks[block] * size + offset)
-    return slots
 
-
-def _visible(table: BlockTable, last: int) -> list[SegmentInts]:
-    """The segments up to position `last`: what lies behind it is not written yet, and nobody sees it."""
-    return [
-        (
-            segment.blocks,
-            min(segment.num_tokens, last + 1 - segment.position),
-            segment.position,
-            segment.stored_position,
-        )
-        for segment in table.segments
-        if segment.position <= last
-    ]
+def _starts(counts: list[int]) -> Int32s:
+    """[len(counts) + 1], where each begins and the last ends."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

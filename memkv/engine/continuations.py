@@ -16,8 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from xxhash import xxh3_64
+
 from memkv.engine.placement import MappedPiece
 from memkv.engine.residency import ChunkRef, Residency, ResidentChunk
+from memkv.engine.token_run import Int32s, Int64s
 from memkv.kv.block_table import Segment
 
 
@@ -52,21 +56,23 @@ class Continuations:
         self._max_blocks = max_blocks
         self._runs: OrderedDict[str, _Run] = OrderedDict()  # coldest first; dropped ones linger until swept
         self._places: dict[str, dict[int, list[_Place]]] = {}  # prefix key -> position -> what begins there
-        self._token_ids: dict[int, int] = {}  # each id's one object: a known token takes 8 bytes, not 36
+        self._objects = np.empty(0, dtype=object)  # each id's one: a known token takes 8 bytes, not 36
         self._num_kept = 0  # ever
 
-    def find(self, prefix_key: str, ids: Sequence[int], start: int, end: int) -> list[MappedPiece]:
+    def find(self, prefix_key: str, ids: Int64s, start: int, end: int) -> list[MappedPiece]:
         """Runs that together hold the longest known beginning of ids[start:end], in order, without gaps."""
         by_position = self._places.get(prefix_key, {})
         steps: list[tuple[int, int, _Run]] = []  # from, to: each reaches farther than those before it
         reach = start
-        hashed = state = 0
+        hashed, state = 0, xxh3_64()
         for position in sorted(position for position in by_position if position >= start):
             if not position <= reach < end:
                 break
-            state, hashed = _hash(state, ids[hashed:position]), position
+            state.update(ids[hashed:position].tobytes())
+            hashed = position
             for place in by_position[position]:
-                best = place.longest(ids, end) if place.hash == state and place.holds(ids) else None
+                holds = place.hash == state.intdigest() and np.array_equal(place.ids, ids[:position])
+                best = place.longest(ids, end) if holds else None
                 if best is not None and best[0] > reach:
                     reach, run = best
                     steps.append((position, reach, run))
@@ -75,7 +81,7 @@ class Continuations:
             for first, last, run in _shortest_chain(steps)
         ]
 
-    def keep(self, origin: PromptOrigin, ids: Sequence[int], run: Segment, start: int) -> bool:
+    def keep(self, origin: PromptOrigin, ids: Int64s, run: Segment, start: int) -> bool:
         """Takes the blocks of a sequence's last run over, unless they would be of little use or too many.
 
         Args:
@@ -88,16 +94,11 @@ class Continuations:
         num_new = run.end - max(found[-1].end if found else 0, run.position)
         if num_new < self._block_size or not self._make_room(len(run.blocks)):
             return False
-        known = [self._token_ids.setdefault(token, token) for token in ids[: run.end]]
-        before, own = tuple(known[: run.position]), tuple(known[run.position :])
-        there = self._there(origin.prefix_key, run.position)
-        place = next((place for place in there if place.ids == before), None)
-        if place is None:
-            place = _Place(origin.prefix_key, before, _hash(0, before))
-            there.append(place)
+        place = self._place(origin.prefix_key, ids[: run.position])
         self._num_kept += 1
-        ref = ChunkRef(f"run {self._num_kept}", place.ids, own)
-        kept = _Run(self._residency.adopt(ref, run.blocks), origin, place)
+        own = ids[run.position : run.end]
+        ref = ChunkRef(f"run {self._num_kept}", place.tokens, self._tokens(own))
+        kept = _Run(self._residency.adopt(ref, run.blocks), origin, place, own.astype(np.int32))
         place.runs.append(kept)
         self._runs[ref.input_key] = kept
         self.touch(piece.ref.input_key for piece in found)
@@ -150,13 +151,37 @@ class Continuations:
 
     def _sweep(self) -> None:
         """Takes out the runs whose blocks have gone, to whoever needed room."""
-        if not any(run.chunk.dropped for run in self._runs.values()):
-            return
-        self._runs = OrderedDict((key, run) for key, run in self._runs.items() if not run.chunk.dropped)
-        self._places = {}
-        for place in dict.fromkeys(run.place for run in self._runs.values()):
-            place.runs = [run for run in place.runs if not run.chunk.dropped]
-            self._there(place.prefix_key, len(place.ids)).append(place)
+        for key in [key for key, run in self._runs.items() if run.chunk.dropped]:
+            run = self._runs.pop(key)
+            place = run.place
+            place.runs.remove(run)
+            if not place.runs:
+                self._there(place.prefix_key, len(place.ids)).remove(place)
+                self._forget_empty(place.prefix_key, len(place.ids))
+
+    def _forget_empty(self, prefix_key: str, position: int) -> None:
+        by_position = self._places[prefix_key]
+        if not by_position[position]:
+            del by_position[position]
+        if not by_position:
+            del self._places[prefix_key]
+
+    def _place(self, prefix_key: str, before: Int64s) -> _Place:
+        """The place behind these tokens, made where there is none."""
+        there = self._there(prefix_key, len(before))
+        place = next((place for place in there if np.array_equal(place.ids, before)), None)
+        if place is None:
+            digest = xxh3_64(before.tobytes()).intdigest()
+            place = _Place(prefix_key, before.astype(np.int32), self._tokens(before), digest)
+            there.append(place)
+        return place
+
+    def _tokens(self, ids: Int64s) -> tuple[int, ...]:
+        if len(ids) and ids.max() >= len(self._objects):
+            known = len(self._objects)
+            more = np.arange(known, max(2 * known, int(ids.max()) + 1)).astype(object)
+            self._objects = np.concatenate((self._objects, more))
+        return tuple(self._objects[ids])
 
     def _there(self, prefix_key: str, position: int) -> list[_Place]:
         """The places at one position behind one prefix."""
@@ -168,6 +193,7 @@ class _Run:
     chunk: ResidentChunk
     origin: PromptOrigin
     place: _Place
+    ids: Int32s
 
 
 @dataclass(slots=True, eq=False)
@@ -175,35 +201,25 @@ class _Place:
     """Runs that stand behind exactly these tokens, the prefix's included."""
 
     prefix_key: str
-    ids: tuple[int, ...]
+    ids: Int32s
+    tokens: tuple[int, ...]  # the same
     hash: int
     runs: list[_Run] = field(default_factory=list)
 
-    def holds(self, ids: Sequence[int]) -> bool:
-        return tuple(ids[: len(self.ids)]) == self.ids
-
-    def longest(self, ids: Sequence[int], end: int) -> tuple[int, _Run] | None:
+    def longest(self, ids: Int64s, end: int) -> tuple[int, _Run] | None:
         """Where the run that agrees longest with `ids` ends, and that run."""
         start = len(self.ids)
+        asked = ids[start:end]
         found = None
         for run in self.runs:
             if run.chunk.dropped:
                 continue
-            agreed = start
-            for own, asked in zip(run.chunk.ref.token_ids, ids[start:end], strict=False):
-                if own != asked:
-                    break
-                agreed += 1
+            length = min(len(run.ids), len(asked))
+            differs = run.ids[:length] != asked[:length]
+            agreed = start + (int(differs.argmax()) if differs.any() else length)
             if agreed > start and (found is None or agreed > found[0]):
                 found = agreed, run
         return found
-
-
-def _hash(state: int, ids: Sequence[int]) -> int:
-    """The hash of tokens behind those that `state` is the hash of."""
-    for token in ids:
-        state = hash((state, token))
-    return state
 
 
 def _shortest_chain(steps: Sequence[tuple[int, int, _Run]]) -> list[tuple[int, int, _Run]]:

@@ -23,26 +23,28 @@ class Look:
         self._rows = min(wanted.rows or tail, tail)
         self._num_chunks = len(request.chunks)
         self._placement = placement
-        self._mass = torch.zeros(0)  # of the table's blocks, in order of position
+        self._masses: list[Tensor] = []  # on the device
 
     def rows_of(self, count: int, left: int) -> int:
         """How many of the pass's next `count` tokens look, counted from the last; `left` come behind them."""
         return max(0, min(count, self._rows - left))
 
     def add(self, mass: Tensor) -> None:
-        """Mass [n] of the first n blocks, from some of the rows."""
-        if len(mass) > len(self._mass):
-            self._mass = torch.cat((self._mass, torch.zeros(len(mass) - len(self._mass))))
-        self._mass[: len(mass)] += mass
+        """Mass [n] of the table's first n blocks, in order of position, from some of the rows."""
+        self._masses.append(mass)
 
     def block_mass(self) -> BlockMass:
         """Per chunk and block, when the pass is over."""
+        total = torch.zeros(max(map(len, self._masses)))
+        for mass in self._masses:
+            total[: len(mass)] += mass.cpu()
+        masses = total.tolist()
         of_mapped: list[list[float]] = []
         first = 0
         size = self._placement.block_size
         for piece in self._placement.pieces:
             num_blocks = -(-piece.num_tokens // size)
             if isinstance(piece, MappedPiece):
-                of_mapped.append(self._mass[first : first + num_blocks].tolist())
+                of_mapped.append(masses[first : first + num_blocks])
             first += num_blocks
         return of_mapped[len(of_mapped) - self._num_chunks :]  # the prefix is in front, if it has tokens

@@ -224,15 +224,21 @@ def _choose(request: GenerateRequest, look: BlockMass | None) -> _Choice:
 def _mapped_chunks(request: GenerateRequest) -> list[MappedChunk]:
     """The request's chunks as a policy sees them."""
     mapped = []
-    before, previous = request.prefix.token_ids, ""
+    position, previous = request.prefix.num_tokens, ""
     for piece in request.pieces:
         if isinstance(piece, ChunkRef):
             blocks = _blocks(piece.num_tokens, request.block_size)
-            is_exact, follows = piece.context_ids == before, bool(piece.after) and piece.after == previous
+            is_exact = piece.stored_position == position and _stands_behind(piece, request)
+            follows = bool(piece.after) and piece.after == previous
             mapped.append(MappedChunk(piece.num_tokens, blocks, is_exact, follows))
-        before += piece_ids(piece)
+        position += len(piece_ids(piece))
         previous = piece.input_key if isinstance(piece, ChunkRef) else ""
     return mapped
+
+
+def _stands_behind(ref: ChunkRef, request: GenerateRequest) -> bool:
+    """Whether the prompt begins with what the chunk was computed behind."""
+    return ref.context_ids == tuple(request.prompt_ids[: ref.stored_position].tolist())
 
 
 def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:

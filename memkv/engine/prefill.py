@@ -34,7 +34,7 @@ class ChunkFill:
             table.append(Segment(before.blocks, before.ref.num_tokens, 0, 0))
         start = ref.stored_position
         table.append(Segment(chunk.blocks, ref.num_tokens, start, start, private=True))
-        self.run = TokenRun(table, list(ref.token_ids), list(range(start, start + ref.num_tokens)))
+        self.run = TokenRun(table, ref.token_ids, range(start, start + ref.num_tokens))
 
     @property
     def can_run(self) -> bool:

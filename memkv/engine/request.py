@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
+
+import numpy as np
 
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact, ReusePolicy
 from memkv.engine.sampler import Sampling
+from memkv.engine.token_run import Int64s
 from memkv.errors import BadRequestError
 
 Reuse = Literal["auto", "off", "strict"]
@@ -25,7 +30,7 @@ class TextDecoder(Protocol):
         """What is left when no token follows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerateRequest:
     """One answer: prefix, pieces and tail stand behind each other, positions from 0 without gaps.
 
@@ -74,21 +79,23 @@ class GenerateRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        between = sum(len(piece_ids(piece)) for piece in self.pieces)
-        return self.prefix.num_tokens + between + len(self.tail_ids)
+        return len(self.prompt_ids)
 
-    def prompt_ids(self) -> list[int]:
-        between = (token for piece in self.pieces for token in piece_ids(piece))
-        return [*self.prefix.token_ids, *between, *self.tail_ids]
+    @cached_property
+    def prompt_ids(self) -> Int64s:
+        """[prompt_tokens]"""
+        texts = (self.prefix.token_ids, *map(piece_ids, self.pieces), self.tail_ids)
+        return _array(texts)
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
-        _validate_refs(self.prefix, (), vocab_size)
-        _validate_refs(self.chunk_context, self.chunks, vocab_size)
+        _validate_refs(self.prefix, ())
+        _validate_refs(self.chunk_context, self.chunks)
         if self.chunks != tuple(piece for piece in self.pieces if isinstance(piece, ChunkRef)):
             raise BadRequestError("pieces and chunks name other chunks", hint="give one of them")
-        for text in (*(piece for piece in self.pieces if isinstance(piece, tuple)), self.tail_ids):
-            _validate_ids(text, vocab_size)
+        _validate_ids(self.prompt_ids, vocab_size)
+        if self.context is not None:
+            _validate_ids(_array((self.context.token_ids,)), vocab_size)
         if not self.tail_ids:
             raise BadRequestError("the prompt has no tail", hint="a question is needed behind the chunks")
         if self.reuse not in ("auto", "off", "strict"):
@@ -113,19 +120,24 @@ class PrefillRequest:
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
-        _validate_refs(self.context, self.chunks, vocab_size)
+        _validate_refs(self.context, self.chunks)
+        texts = (self.context.token_ids, *(ref.token_ids for ref in self.chunks))
+        _validate_ids(_array(texts), vocab_size)
 
 
 def piece_ids(piece: Piece) -> tuple[int, ...]:
     return piece if isinstance(piece, tuple) else piece.token_ids
 
 
-def _validate_refs(context: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: int) -> None:
+def _array(texts: Sequence[tuple[int, ...]]) -> Int64s:
+    """The texts behind each other."""
+    return np.fromiter(itertools.chain.from_iterable(texts), np.int64, sum(map(len, texts)))
+
+
+def _validate_refs(context: ChunkRef, chunks: tuple[ChunkRef, ...]) -> None:
     if context.context_ids:
         raise BadRequestError("the prefix has a context", hint="a prefix is a ref with context_ids = ()")
-    _validate_ids(context.token_ids, vocab_size)
     for ref in chunks:
-        _validate_ids(ref.token_ids, vocab_size)
         if not ref.token_ids:
             raise BadRequestError(f"chunk {ref.input_key[:16]} has no tokens")
         if ref.context_ids != context.token_ids:
@@ -135,9 +147,10 @@ def _validate_refs(context: ChunkRef, chunks: tuple[ChunkRef, ...], vocab_size: 
             )
 
 
-def _validate_ids(ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+def _validate_ids(ids: Int64s, vocab_size: int) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise BadRequestError(
-            f"token ids run from {min(ids)} to {max(ids)}, the model's vocabulary from 0 to {vocab_size - 1}",
+            f"token ids run from {ids.min()} to {ids.max()}, the model's vocabulary from 0 to "
+            f"{vocab_size - 1}",
             hint="the tokenizer and the model do not belong together",
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from memkv.engine.answer_text import AnswerText
-from memkv.engine.arrangement import Arrangement
+from memkv.engine.arrangement import Arrangement, as_asked
 from memkv.engine.batch import Part
 from memkv.engine.continuations import Continuations, PromptOrigin
 from memkv.engine.generation import (
@@ -24,7 +25,7 @@ from memkv.engine.look import Look
 from memkv.engine.placement import place
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
-from memkv.engine.token_run import TokenRun
+from memkv.engine.token_run import Int64s, TokenRun
 from memkv.errors import PoolExhausted
 
 
@@ -35,7 +36,7 @@ class Sequence:
                                   └─► looking ──choose──┘          where its policy looks first
 
     Attributes:
-        asked: as it was submitted.
+        asked: the request as it was submitted.
         request: as it is laid out.
         look: while it is looking; its run is then the looking pass.
         leaves_run: whether it may leave its last run to later requests.
@@ -50,10 +51,10 @@ class Sequence:
         now: float,
         queue_seconds: float,
     ) -> None:
-        self.asked = self.request = request
+        self.asked = as_asked(request)
+        self.request, self.placement = request, self.asked.placement
         self.source = source
         self.generation = generation
-        self.placement = place(request)
         self.random = Random(request.sampling.seed)
         self.since = now  # submitted
         self.deadline = now + (queue_seconds if request.queue_seconds is None else request.queue_seconds)
@@ -159,7 +160,7 @@ class Sequence:
             return
         assert self.run is not None and self.run.remaining == 0, "bug: an answer ended before it was computed"
         last = self.run.table.segments[-1]
-        ids = [*self.request.prompt_ids(), *self._token_ids]
+        ids = np.concatenate((self.request.prompt_ids, self._token_ids), dtype=np.int64)
         if continuations.keep(self.origin, ids, last, self._open_at):
             left = set(last.blocks)
             self._private = [block for block in self._private if block not in left]
@@ -184,11 +185,11 @@ class Sequence:
             return Part(self, run, count, num_logits=1)
         return Part(self, run, count, max(0, min(count, max(1, self.request.keep_logits) - left)))
 
-    def keep(self, logits: Tensor, positions: list[int]) -> None:
+    def keep(self, logits: Tensor, positions: Int64s) -> None:
         """Keeps logits [n, vocab_size] for the result, where the request asked for it."""
         if self.request.keep_logits:
             self._logits.append(logits.float())
-            self._logit_positions.extend(positions)
+            self._logit_positions.extend(positions.tolist())
 
     def accept(self, token_id: int, now: float) -> tuple[TokenEvent, FinishReason | None]:
         """Adds a sampled token; makes room for its key unless it is the last one."""
@@ -231,22 +232,21 @@ class Sequence:
         blocks = {chunk.ref.input_key: chunk.blocks for chunk in self._pin.chunks}
         table, reserve = self.placement.table(blocks, self._private)
         self._reserve = deque(reserve)
-        self.run = TokenRun.of_private(table, self.request.prompt_ids())
+        room = self.request.sampling.max_tokens - 1
+        self.run = TokenRun.of_private(table, self.request.prompt_ids, room)
 
     def _grow(self, token_id: int) -> None:
         assert self.run is not None
         table = self.run.table
         last = table.segments[-1]
         full = last.num_tokens == len(last.blocks) * table.block_size
-        position = last.end
-        table.grow(1, [self._reserve.popleft()] if full else [])
-        self.run.append(token_id, position)
+        self.run.append(token_id, [self._reserve.popleft()] if full else [])
 
     def _usage(self) -> Usage:
         prompt = self.request.prompt_tokens
         if self.run is None:
             return Usage(prompt_tokens=prompt)
-        fresh = sum(position < prompt for position in self.run.positions)
+        fresh = int(np.count_nonzero(self.run.positions < prompt))
         computed = min(self.run.done, fresh) if self.look is None else 0
         mapped = prompt - fresh
         is_ready = self._ready is not None

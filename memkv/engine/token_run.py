@@ -1,36 +1,114 @@
-"""The tokens of one block table that are still to be computed."""
+"""The tokens of one block table that are still to be computed, as arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memkv.kv.block_table import BlockTable
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 
 class TokenRun:
     """The tokens of one block table that have to be computed, in order of position.
 
     The order is what lets a long run be taken in parts: when a token is computed, every private key that it
-    sees is written.
+    sees is written. Arrays are made once, with room for what is appended.
+
+    Args:
+        token_ids: [num_tokens].
+        positions: [num_tokens], ascending, in private segments of the table.
+        room: how many tokens may be appended.
     """
 
-    def __init__(self, table: BlockTable, token_ids: list[int], positions: list[int]) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int] | Int64s,
+        positions: Sequence[int] | Int64s,
+        room: int = 0,
+    ) -> None:
         self.table = table
-        self.token_ids = token_ids
-        self.positions = positions
         self.done = 0
+        self._count = len(token_ids)
+        self._num_entries = sum(len(segment.blocks) for segment in table.segments)
+        self._segments = np.empty((len(table.segments), 4), dtype=np.int32)
+        self._entries = np.empty(self._num_entries + -(-room // table.block_size), dtype=np.int32)
+        first = 0
+        for index, segment in enumerate(table.segments):
+            self._segments[index] = (first, segment.num_tokens, segment.position, segment.stored_position)
+            self._entries[first : first + len(segment.blocks)] = segment.blocks
+            first += len(segment.blocks)
+        self._tokens = np.empty((3, self._count + room), dtype=np.int64)  # ids, positions, slots
+        self._tokens[0, : self._count] = token_ids
+        self._tokens[1, : self._count] = positions
+        self._tokens[2, : self._count] = self._slots_of(self.positions)
 
     @classmethod
-    def of_private(cls, table: BlockTable, ids: list[int]) -> Self:
+    def of_private(cls, table: BlockTable, ids: Int64s, room: int = 0) -> Self:
         """All tokens in private blocks of a table over the tokens `ids`."""
-        private = (segment for segment in table.segments if segment.private)
-        positions = [position for each in private for position in range(each.position, each.end)]
-        return cls(table, [ids[position] for position in positions], positions)
+        private = [np.arange(each.position, each.end) for each in table.segments if each.private]
+        positions = np.concatenate(private)
+        return cls(table, ids[positions], positions, room)
+
+    @property
+    def token_ids(self) -> Int64s:
+        """[num_tokens]"""
+        return self._tokens[0, : self._count]
+
+    @property
+    def positions(self) -> Int64s:
+        """[num_tokens]"""
+        return self._tokens[1, : self._count]
+
+    @property
+    def slots(self) -> Int64s:
+        """[num_tokens], block * block_size + offset."""
+        return self._tokens[2, : self._count]
 
     @property
     def remaining(self) -> int:
-        return len(self.token_ids) - self.done
+        return self._count - self.done
 
-    def append(self, token_id: int, position: int) -> None:
-        self.token_ids.append(token_id)
-        self.positions.append(position)
+    def visible(self, last: int) -> tuple[Int32s, Int32s]:
+        """Segments up to position `last`: what lies behind it is not written yet, and nobody sees it.
+
+        Returns:
+            [n, 4] of (first entry, num_tokens, position, stored_position), and the blocks that entries name.
+        """
+        count = int(np.searchsorted(self._segments[:, 2], last, side="right"))
+        segments = self._segments[:count]
+        end = self._num_entries if count == len(self._segments) else self._segments[count, 0]
+        unseen = segments[-1, 2] + segments[-1, 1] - (last + 1)
+        if unseen > 0:
+            segments = segments.copy()
+            segments[-1, 1] -= unseen
+        return segments, self._entries[:end]
+
+    def append(self, token_id: int, blocks: Sequence[int] = ()) -> None:
+        """One more token behind the last segment, and the block that it needs where the others are full."""
+        self.table.grow(1, blocks)
+        self._entries[self._num_entries : self._num_entries + len(blocks)] = blocks
+        self._num_entries += len(blocks)
+        self._segments[-1, 1] += 1
+        position = self.table.end - 1
+        offset = (position - self._segments[-1, 2]) % self.table.block_size
+        slot = int(self._entries[self._num_entries - 1]) * self.table.block_size + offset
+        self._tokens[:, self._count] = token_id, position, slot
+        self._count += 1
+
+    def _slots_of(self, positions: Int64s) -> Int64s:
+        starts = self._segments[:, 2]
+        index = np.searchsorted(starts, positions, side="right") - 1
+        block, offset = np.divmod(positions - starts[index], self.table.block_size)
+        private = np.array([segment.private for segment in self.table.segments])
+        assert (private[index] & (positions - starts[index] < self._segments[index, 1])).all(), (
+            "bug: a shared block would be written"
+        )
+        slots: Int64s = self._entries[self._segments[index, 0] + block] * self.table.block_size + offset
+        return slots

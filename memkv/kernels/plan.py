@@ -16,7 +16,7 @@ key was rotated at `stored_position + i` and is to count as one at `position + i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -144,7 +144,13 @@ class AttentionPlan:
             "segments": np.array(segments, dtype=np.int32).reshape(-1, 4),
             "block_ids": np.array(entries, dtype=np.int32),
         }
-        plan = cls(**{name: torch.from_numpy(values).to(device) for name, values in host.items()})
+        moved = {name: torch.from_numpy(values).to(device) for name, values in host.items()}
+        return cls.of_arrays(host, moved)
+
+    @classmethod
+    def of_arrays(cls, host: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> Self:
+        """A plan from int32 arrays by name, and the same on a device."""
+        plan = cls(**tensors)
         plan._host.update(host)  # so that nothing has to come back from a GPU to be checked
         return plan
 

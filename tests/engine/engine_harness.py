@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memkv.config import EngineConfig
-from memkv.engine.batch import Batch, BatchLook
+from memkv.engine.batch import Batch, BatchLook, VisibleTable
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.model_runner import StepResult
 from memkv.engine.residency import ChunkRef
@@ -143,15 +143,15 @@ class FakeRunner:
             self.before(batch)
         self.batches.append(batch)
         for table, of_owner in zip(batch.tables, batch.positions, strict=True):
-            ends = [position + num_tokens for _, num_tokens, position, _ in table]
+            ends = table.segments[:, 1] + table.segments[:, 2]
             assert max(ends) == of_owner[-1] + 1, "what is not written yet is offered to the kernel"
         k_cache, v_cache = (view.numpy() for view in kv_cache.layer(0))
         size = kv_cache.layout.block_size
-        positions = [position for of_owner in batch.positions for position in of_owner]
-        block, offset = np.divmod(np.array(batch.slots), size)
+        positions = np.concatenate(batch.positions)
+        block, offset = np.divmod(batch.slots, size)
         k_cache[block, 0, :, offset] = 0
         k_cache[block, 0, 0, offset, 0] = batch.token_ids
-        v_cache[block, 0, :, offset] = np.array(positions)[:, None]
+        v_cache[block, 0, :, offset] = positions[:, None]
         masses = [self._mass(batch, look) for look in batch.looks]
         if not batch.logit_rows:
             return StepResult(None, masses)
@@ -166,21 +166,20 @@ class FakeRunner:
         """Each looking row gives every block its number: block 7 gets 7 times the rows."""
         first = 0
         for table, positions in zip(batch.tables, batch.positions, strict=True):
-            blocks = [block for segment in table for block in segment[0]]
             if first == look.first_entry:
-                assert len(blocks) == look.num_entries
-                self.looking_rows.append(positions)
-                return torch.tensor(blocks, dtype=torch.float32) * len(positions)
-            first += len(blocks)
+                assert len(table.entries) == look.num_entries
+                self.looking_rows.append(positions.tolist())
+                return torch.from_numpy(table.entries).float() * len(positions)
+            first += len(table.entries)
         raise AssertionError("a look at entries that no table begins with")
 
-    def _seen(self, table: Any, last: int, k_cache: Any, v_cache: Any, size: int) -> list[int]:
+    def _seen(self, table: VisibleTable, last: int, k_cache: Any, v_cache: Any, size: int) -> list[int]:
         """The tokens at positions 0 .. last, by what their slots hold."""
         seen: list[int] = []
-        for blocks, num_tokens, position, stored in table:
+        for first, num_tokens, position, stored in table.segments.tolist():
             assert position == len(seen), "a position is missing, or there twice"
             visible = np.arange(min(num_tokens, last + 1 - position))
-            block, offset = np.array(blocks, dtype=np.int64)[visible // size], visible % size
+            block, offset = table.entries[first + visible // size], visible % size
             assert (v_cache[block, 0, 0, offset] == stored + visible).all(), "a key of another position"
             seen.extend(k_cache[block, 0, 0, offset, 0].astype(int).tolist())
         assert len(seen) == last + 1

@@ -170,7 +170,7 @@ class Driver:
         """Runs to the end; the answer is what it has to be."""
         self.run()
         result = sequence.generation.result(0)
-        expected = fake_answer(sequence.request.prompt_ids(), sequence.request.sampling.max_tokens)
+        expected = fake_answer(sequence.request.prompt_ids.tolist(), sequence.request.sampling.max_tokens)
         assert result.token_ids == expected
         return result.token_ids
 

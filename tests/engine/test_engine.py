@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def request_of(prompts: RandomPrompts, *chunks: ChunkRef, tail: int = 5, **chang
 def check(request: GenerateRequest, generation: Generation) -> None:
     result = generation.result(30)
     count = len(result.token_ids)
-    assert result.token_ids == fake_answer(request.prompt_ids(), count)
+    assert result.token_ids == fake_answer(request.prompt_ids.tolist(), count)
     if result.finish_reason == "length":
         assert count == request.sampling.max_tokens
 
@@ -150,14 +151,9 @@ def test_a_stop_text_ends_an_answer_and_never_reaches_the_consumer(
     engine: Engine, prompts: RandomPrompts
 ) -> None:
     request = request_of(prompts, max_tokens=12, decoder=Letters)
-    text = "".join(chr(ord("a") + token % 26) for token in fake_answer(request.prompt_ids(), 12))
+    text = "".join(chr(ord("a") + token % 26) for token in fake_answer(request.prompt_ids.tolist(), 12))
     stop = text[4:7]
-    stopped = GenerateRequest(
-        **{
-            **{name: getattr(request, name) for name in request.__slots__},
-            "sampling": Sampling(max_tokens=12, stop=("never", stop)),
-        }
-    )
+    stopped = replace(request, sampling=Sampling(max_tokens=12, stop=("never", stop)))
     generation = engine.generate(stopped, MemorySource())
     out = "".join(event.text for event in generation)
     assert out == text[: text.index(stop)] == generation.result().text
@@ -183,7 +179,7 @@ def test_logits_are_kept_where_asked_for(engine: Engine, prompts: RandomPrompts)
     assert result.logits is not None and result.logits.shape == (7, FAKE_VOCAB)
     last = request.prompt_tokens - 1
     assert result.logit_positions == tuple(range(last - 4, last + 3))
-    ids = request.prompt_ids() + result.token_ids
+    ids = request.prompt_ids.tolist() + result.token_ids
     for row, position in zip(result.logits, result.logit_positions, strict=True):
         assert int(row.argmax()) == fake_answer(ids[: position + 1], 1)[0]
     assert engine.generate(request_of(prompts), MemorySource()).result(5).logits is None

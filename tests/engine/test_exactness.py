@@ -62,7 +62,7 @@ def request_of(
 @torch.inference_mode()
 def own_forward(model: PreTrainedModel, request: GenerateRequest, result: GenerationResult) -> Tensor:
     """transformers' logits behind the last `keep_logits` prompt tokens and each answer token but the last."""
-    ids = torch.tensor([request.prompt_ids() + result.token_ids[:-1]])
+    ids = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]])
     first = request.prompt_tokens - request.keep_logits
     logits: Tensor = model(ids, logits_to_keep=ids.shape[1] - first).logits[0]
     return logits.float()

@@ -88,7 +88,7 @@ def test_the_table_covers_the_prompt_exactly(
 
     computed = {p for s in table.segments if s.private for p in range(s.position, s.end)}
     assert computed == set(range(request.prompt_tokens)) - expected_mapped(request)
-    ids = request.prompt_ids()
+    ids = request.prompt_ids.tolist()
     for segment in table.segments:  # what is mapped holds the prompt's own tokens
         if not segment.private:
             piece = next(

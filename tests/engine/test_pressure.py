@@ -81,7 +81,7 @@ class Clients:
             result = generation.result(60)
         except Overloaded:
             return "overloaded"
-        assert result.token_ids == fake_answer(request.prompt_ids(), len(result.token_ids))
+        assert result.token_ids == fake_answer(request.prompt_ids.tolist(), len(result.token_ids))
         if result.finish_reason == "length":
             assert len(result.token_ids) == request.sampling.max_tokens
         return result.finish_reason
