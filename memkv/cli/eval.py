@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from memkv.cli.log import log_warnings_to_stderr
-from memkv.cli.output import Output, output_options, table
+from memkv.cli.output import Output, bytes_text, output_options, table
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options
 from memkv.errors import BadRequestError
@@ -102,7 +102,12 @@ def run(target: Target, out: Output, **options: Any) -> None:
             questions=options["questions"] or 0,
         )
         what = describe(data) if data else f"{len(tasks)} generated tasks, seed {seed}"
-        study = run_evaluation(target.config(), tasks, what, plan, tell)
+
+        def keep(study: Study) -> None:
+            if output:
+                _write(output, study)
+
+        study = run_evaluation(target.config(), tasks, what, plan, tell, keep)
     if out.is_json:
         out.json(study)
     else:
@@ -166,32 +171,40 @@ def _keep(target: Target, study: Study) -> str:
 def _write(path: Path, study: Study) -> None:
     import msgspec
 
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n")
+    written = path.with_name(f".{path.name}.part")
+    written.write_bytes(msgspec.json.format(msgspec.json.encode(study), indent=2) + b"\n")
+    written.replace(path)
 
 
 def _text(study: Study) -> str:
     rows = sorted(study.rows, key=lambda row: (row.kind, row.fresh))
-    head = ("tasks", "policy", "n", "fresh", "KL", "added NLL", "95 %", "right", "first token ms", "sooner")
+    cells = [_cells(row) for row in rows]
+    head = [name for name in cells[0] if any(each[name] for each in cells)]
     return "\n".join(
         (
-            table(head, [_cells(row) for row in rows]),
+            table(head, [[each[name] for name in head] for each in cells]),
             f"{study.model}, {study.dtype}, KV {study.kv_dtype}, on {study.device}; {study.data}; "
             f"about {study.chunk_tokens_mean:.0f} retrieved tokens, {study.prefix_tokens} of prefix",
         )
     )
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: Row) -> dict[str, str]:
+    """By column; empty where it was not measured."""
     measured = row.questions > 0
-    return (
-        row.kind,
-        row.policy,
-        row.questions,
-        f"{100 * row.fresh:.1f} %" if measured else "",
-        f"{row.kl:.3f}" if measured else "",
-        f"{row.dnll:+.3f}" if measured else "",
-        f"{row.dnll_low:+.3f} to {row.dnll_high:+.3f}" if measured else "",
-        f"{100 * row.accuracy:.0f} of {100 * row.accuracy_full:.0f} %" if measured and row.checkable else "",
-        "" if row.ttft_ms is None else f"{row.ttft_ms:.0f}",
-        "" if row.ttft_speedup is None else f"{row.ttft_speedup:.1f} x",
-    )
+    return {
+        "tasks": row.kind,
+        "policy": row.policy,
+        "n": str(row.questions),
+        "fresh": f"{100 * row.fresh:.1f} %" if measured else "",
+        "KL": f"{row.kl:.3f}" if measured else "",
+        "added NLL": f"{row.dnll:+.3f}" if measured else "",
+        "95 %": f"{row.dnll_low:+.3f} to {row.dnll_high:+.3f}" if measured else "",
+        "right": f"{row.accuracy:.0%} of {row.accuracy_full:.0%}" if measured and row.checkable else "",
+        "F1": "" if row.f1 is None else f"{row.f1:.3f}",
+        "ROUGE-L": "" if row.rouge_l is None else f"{row.rouge_l:.3f}",
+        "KV mapped": bytes_text(row.mapped_bytes) if measured else "",
+        "KV written": bytes_text(row.private_bytes) if measured else "",
+        "first token": "" if row.ttft_ms is None else f"{row.ttft_ms:.0f} ms",
+        "sooner": "" if row.ttft_speedup is None else f"{row.ttft_speedup:.1f} x",
+    }

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+import msgspec
 import torch
 
 from memkv.config import Config
@@ -30,6 +31,7 @@ from memkv.memory.parts import load_embedder, load_language_model
 from memkv.text.tokenizer import TextTokenizer
 
 Tell = Callable[[str], None]
+_KEEP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,12 @@ class Plan:
 
 
 def run_evaluation(
-    config: Config, tasks: Sequence[Task], data: str, plan: Plan, tell: Tell = lambda words: None
+    config: Config,
+    tasks: Sequence[Task],
+    data: str,
+    plan: Plan,
+    tell: Tell = lambda words: None,
+    keep: Callable[[Study], None] = lambda study: None,
 ) -> Study:
     """Measures every policy on every task, or on those of the kinds that the plan names.
 
@@ -66,6 +73,7 @@ def run_evaluation(
         tasks: those that are not asked still serve as distractors.
         data: what the tasks are, for the record.
         tell: is told what is being done, and what could not be.
+        keep: is given what was found so far, now and then.
 
     Raises:
         BadRequestError: there is nothing to evaluate, or no task fits into the model's context.
@@ -96,24 +104,32 @@ def run_evaluation(
             plan,
             tell,
         )
-        rows = run.rows(prompts, maker)
-    gpu = torch.device(model.device).type == "cuda"
-    fingerprint = fingerprint_of(model, layout, maker.context.token_ids)
-    return Study(
-        model=model.name,
-        fingerprint_digest=fingerprint.digest,
-        data=data,
-        form=asdict(plan.form),
-        dtype=model.dtype,
-        kv_dtype=layout.dtype,
-        block_size=layout.block_size,
-        prefix_tokens=maker.prefix.num_tokens,
-        chunk_tokens_mean=statistics.mean(prompt.chunk_tokens for prompt in prompts),
-        device=torch.cuda.get_device_name(model.device) if gpu else cpu_name(),
-        versions=versions(),
-        seconds=time.perf_counter() - started,
-        rows=rows,
-    )
+        gpu = torch.device(model.device).type == "cuda"
+        study = Study(
+            model=model.name,
+            fingerprint_digest=fingerprint_of(model, layout, maker.context.token_ids).digest,
+            data=data,
+            form=asdict(plan.form),
+            dtype=model.dtype,
+            kv_dtype=layout.dtype,
+            block_size=layout.block_size,
+            prefix_tokens=maker.prefix.num_tokens,
+            chunk_tokens_mean=statistics.mean(prompt.chunk_tokens for prompt in prompts),
+            device=torch.cuda.get_device_name(model.device) if gpu else cpu_name(),
+            versions=versions(),
+            seconds=0.0,
+            rows=[],
+        )
+        kept = time.perf_counter()
+        for _ in run.steps(prompts, maker):
+            if time.perf_counter() - kept > _KEEP_SECONDS:
+                keep(_so_far(study, run, started))
+                kept = time.perf_counter()
+    return _so_far(study, run, started)
+
+
+def _so_far(study: Study, run: _Run, started: float) -> Study:
+    return msgspec.structs.replace(study, rows=run.rows(), seconds=time.perf_counter() - started)
 
 
 def _that_fit(maker: PromptMaker, tasks: Sequence[Task], tell: Tell) -> Iterator[Prompt]:
@@ -170,7 +186,8 @@ class _Run:
         self._checkable: set[str] = set()  # kinds whose every task has one right answer
         self._found: dict[tuple[str, str], _Measured] = defaultdict(_Measured)  # by kind and policy
 
-    def rows(self, prompts: Sequence[Prompt], maker: PromptMaker) -> list[Row]:
+    def steps(self, prompts: Sequence[Prompt], maker: PromptMaker) -> Iterator[None]:
+        """Measures; each time it yields, what is found is whole."""
         named = {subject.name: subject for subject in (parse_subject(FULL), *self._plan.subjects)}
         subjects = list(named.values())  # each once, the full prefill first
         own = [subject for subject in subjects if subject.peer is None]
@@ -179,10 +196,15 @@ class _Run:
         self._checkable = {prompt.task.kind for prompt in prompts} - free
         for kind in dict.fromkeys(prompt.task.kind for prompt in prompts):
             self._time([prompt for prompt in prompts if prompt.task.kind == kind][: self._plan.timed], own)
+            yield
         if self._plan.scored:
             for start in range(0, len(prompts), self._plan.group):
                 self._tell(f"question {start + 1} of {len(prompts)}")
                 self._score(prompts[start : start + self._plan.group], maker, own, peers)
+                yield
+
+    def rows(self) -> list[Row]:
+        """Of what was found so far."""
         return [self._row(kind, policy, found) for (kind, policy), found in self._found.items()]
 
     def _time(self, prompts: Sequence[Prompt], subjects: Sequence[Subject]) -> None:

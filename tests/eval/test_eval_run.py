@@ -16,7 +16,7 @@ from memkv.config import Config, load_config
 from memkv.errors import BadRequestError
 from memkv.eval.frontier import draw
 from memkv.eval.generator import generate_tasks
-from memkv.eval.prompts import Form
+from memkv.eval.prompts import Form, Primer
 from memkv.eval.run import Plan, run_evaluation
 from memkv.eval.study import Row, Study, read_study
 from memkv.eval.subjects import parse_subject
@@ -199,3 +199,29 @@ def test_prompts_of_one_chunk_prove_nothing(config: Config) -> None:
     tasks = [Task("one", "kind", "What?", ("x",), ("Some words.",), "It is", distractors=())]
     with pytest.raises(BadRequestError, match="one chunk"):
         run_evaluation(config, tasks, "x", plan("map", timed=0))
+
+
+def test_what_was_found_so_far_is_kept(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memkv.eval.run._KEEP_SECONDS", 0.0)
+    kept: list[Study] = []
+    tasks = generate_tasks(4, kinds=("needle",))
+    found = run_evaluation(config, tasks, "x", plan("map", timed=0), keep=kept.append)
+    assert [rows(study, "map")[0].questions for study in kept if rows(study, "map")] == [2, 4]
+    assert kept[-1].rows == found.rows
+
+
+@pytest.mark.parametrize("primer", ["stored", "prompt"])
+def test_a_primer_stands_where_it_is_said(config: Config, primer: Primer) -> None:
+    tasks = generate_tasks(2, kinds=("needle",))
+    form = Form(length=400, chunk_tokens=128, gold_tokens=8)
+    names = ("map", "exact", "cacheblend:1.0")
+    plain = run_evaluation(config, tasks, "x", plan(*names, timed=0, form=form))
+    primed = run_evaluation(config, tasks, "x", plan(*names, timed=0, form=replace(form, primer=primer)))
+    for name in ("exact", "cacheblend:1.0"):
+        assert rows(primed, name)[0].dnll == pytest.approx(0.0, abs=1e-4)
+    assert rows(primed, "map")[0].dnll != rows(plain, "map")[0].dnll
+    same_prompts = primer == "stored"
+    assert (primed.prefix_tokens == plain.prefix_tokens) == same_prompts
+    assert (rows(primed, "full")[0].nll_full == rows(plain, "full")[0].nll_full) == same_prompts
+    assert (rows(primed, "exact")[0].fresh == 1.0) == same_prompts
+    assert primed.fingerprint_digest != plain.fingerprint_digest
