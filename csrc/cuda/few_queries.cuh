@@ -25,140 +25,15 @@
 // very order in which its lane reads it.
 #pragma once
 
+#include "few_mass.cuh"
+#include "few_ring.cuh"
 #include "merge.cuh"
+#include "stages.cuh"
 
 namespace memkv::cuda {
 
 inline constexpr int kMostFewWarps = 8;
 inline constexpr int kMostFewStages = 4;
-
-// Stages of a tile, one after the other; a run is the stages of one segment.
-class StageCursor {
- public:
-  int run;  // in the tile, as the segment in the sequence
-
-  __device__ __forceinline__ StageCursor(const Work& work, int first_run, int num_runs, int stage)
-      : run(0), work_(work), first_run_(first_run), at_{}, end_(0) {
-    const int lane = threadIdx.x % 32;
-    for (int base = 0; base < num_runs; base += 31) {  // a lane's run ends where the next begins
-      const StageRun mine = work.runs[first_run + min(base + lane, num_runs)];
-      const int end = __shfl_down_sync(0xffffffffu, mine.stages_before, 1);
-      const unsigned found = __ballot_sync(0xffffffffu, lane < 31 && end > stage);
-      if (found == 0) continue;
-      const int of = __ffs(found) - 1;
-      run = base + of;
-      end_ = __shfl_sync(0xffffffffu, end, of);
-      at_ = {__shfl_sync(0xffffffffu, mine.stages_before, of),
-             __shfl_sync(0xffffffffu, mine.first_stage, of),
-             __shfl_sync(0xffffffffu, mine.first_entry, of),
-             __shfl_sync(0xffffffffu, mine.num_tokens, of),
-             __shfl_sync(0xffffffffu, mine.position, of),
-             __shfl_sync(0xffffffffu, mine.stored_position, of),
-             {}};
-      return;
-    }
-  }
-
-  // Moves to the run that holds the stage; true if that is another one. Never goes back.
-  __device__ __forceinline__ bool enter(int stage) {
-    if (stage < end_) return false;
-    do {
-      ++run;
-      at_ = work_.runs[first_run_ + run];
-      end_ = work_.runs[first_run_ + run + 1].stages_before;
-    } while (stage >= end_);
-    return true;
-  }
-
-  __device__ __forceinline__ int stage_of_segment(int stage) const {
-    return at_.first_stage + stage - at_.stages_before;
-  }
-  __device__ __forceinline__ Segment segment() const { return at_.segment(); }
-  __device__ __forceinline__ int end() const { return end_; }
-
- private:
-  const Work& work_;
-  int first_run_;
-  StageRun at_;
-  int end_;
-};
-
-// The softmax mass that each block receives from a tile's rows, which know their log-sum-exp. A
-// stage is one warp's: it adds up tokens across lanes, then rows of the same head, and stores.
-template <int kTiles>
-class FewMass {
- public:
-  // scratch: a float for each row, of this warp.
-  __device__ __forceinline__ FewMass(
-      const Attention& call, const Work& work, const QueryTile& tile, int kv_head, void* scratch)
-      : call_(call),
-        work_(work),
-        tile_(tile),
-        kv_head_(kv_head),
-        rows_(static_cast<float*>(scratch)) {}
-
-  // Of this lane's rows, in units of log2. A row that sees nothing has weights of 0 whatever it is.
-  __device__ __forceinline__ void read_lse(float (&lse)[kTiles][2]) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      const RowPlace place = place_of(work_, tile_, kv_head_, min(row, tile_.num_rows - 1));
-      lse[i / 2][i % 2] =
-          finite_or_zero(call_.lse[place.token * call_.num_heads + place.head]) * kLog2E;
-    }
-  }
-
-  // Scores of 16 tokens, as a fragment.
-  __device__ __forceinline__ void add(int tile,
-                                      const float (&score)[4],
-                                      const float (&lse)[2],
-                                      bool first) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float weight = exp2_of(score[i] - lse[i % 2]);
-      mass_[tile][i] = first ? weight : mass_[tile][i] + weight;
-    }
-  }
-
-  // The stage is complete; first_token: its first in the segment.
-  __device__ __forceinline__ void store(const Segment& segment, int first_token) {
-    const int lane = threadIdx.x % 32, block_size = call_.cache.block_size;
-    const int blocks = block_size == 8 ? 2 : 1;
-    for (int block = 0; block < blocks; ++block) {
-      if (first_token + block * 8 >= segment.num_tokens) break;
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) {
-        const float(&of)[4] = mass_[i / 2];
-        float sum = blocks == 1  ? of[i % 2] + of[i % 2 + 2]
-                    : block == 0 ? of[i % 2]
-                                 : of[i % 2 + 2];
-#pragma unroll
-        for (int across = 4; across < 32; across *= 2) {
-          sum += __shfl_xor_sync(kAllLanes, sum, across);
-        }
-        if (lane < 4) rows_[i / 2 * 8 + lane * 2 + i % 2] = sum;
-      }
-      __syncwarp();
-      const int group = work_.shape.group;
-      if (lane < min(group, tile_.num_rows)) {
-        float sum = 0.0f;
-        for (int row = lane; row < tile_.num_rows; row += group) sum += rows_[row];
-        const int head = kv_head_ * group + (tile_.first_head + lane) % group;
-        call_.block_mass[(int64_t{tile_.index} * call_.num_heads + head) * call_.plan.num_entries +
-                         segment.first_entry + first_token / block_size + block] = sum;
-      }
-    }
-  }
-
- private:
-  const Attention& call_;
-  const Work& work_;
-  const QueryTile& tile_;
-  int kv_head_;
-  float* rows_;
-  float mass_[kTiles][4];
-};
 
 template <typename T, int kHeadDim, int kTiles, int kTerms>
 struct FewQueries {
@@ -179,14 +54,15 @@ struct FewQueries {
   static_assert(kQueryBytes >= kRows * kHeadDim * 4, "partials take the place of the query");
 
   struct Layout {
-    int ring, query, rows, states, starts, positions, barriers, flag, bytes;
+    int ring, query, rows, turns, states, starts, positions, barriers, flag, bytes;
 
     __host__ __device__ Layout(int warps, int stages, int stage_tokens) {
       const int slab = stage_tokens * kHeadDim * 2;
       ring = 0;
       query = ring + warps * stages * 2 * slab;
       rows = query + warps * kQueryBytes;
-      states = rows + kRows * kRowFloats * 4;
+      turns = rows + kRows * kRowFloats * 4;
+      states = turns + warps * kHeadDim * 4;
       starts = states + warps * kRows * 16;
       positions = starts + warps * int(sizeof(RangeStart));
       barriers = positions + kRows * 4;
@@ -195,166 +71,6 @@ struct FewQueries {
     }
   };
 };
-
-// Which blocks a stage has; the second is -1 where there is none.
-struct StageBlocks {
-  int32_t id[2];
-};
-
-// The blocks of a warp's stages, read 32 stages at a time: one for each lane.
-class BlockList {
- public:
-  __device__ __forceinline__
-  BlockList(const Attention& call, const Work& work, int first_run, int end, int blocks_of_stage)
-      : call_(call),
-        work_(work),
-        first_run_(first_run),
-        end_(end),
-        blocks_(blocks_of_stage),
-        base_(INT32_MIN / 2),
-        mine_{} {}
-
-  // Of a stage; run is one that does not begin behind it. Stages never go back.
-  __device__ __forceinline__ StageBlocks of(int stage, int run) {
-    if (stage >= base_ + 32) {
-      base_ = stage;
-      read(run);
-    }
-    return {{__shfl_sync(0xffffffffu, mine_.id[0], stage - base_),
-             blocks_ == 2 ? __shfl_sync(0xffffffffu, mine_.id[1], stage - base_) : -1}};
-  }
-
- private:
-  __device__ __forceinline__ void read(int run) {
-    const int stage = base_ + int(threadIdx.x % 32);
-    const int last = min(base_ + 31, end_ - 1);
-    for (;; ++run) {
-      const StageRun at = work_.runs[first_run_ + run];
-      const int next = work_.runs[first_run_ + run + 1].stages_before;
-      if (stage >= at.stages_before && stage < next && stage <= last) {
-        const int first = (at.first_stage + stage - at.stages_before) * blocks_;
-        const int32_t* ids = call_.plan.block_ids + at.first_entry + first;
-        mine_.id[0] = __ldg(ids);
-        if (blocks_ == 2) {
-          mine_.id[1] = (first + 1) * call_.cache.block_size < at.num_tokens ? __ldg(ids + 1) : -1;
-        }
-      }
-      if (last < next) break;
-    }
-  }
-
-  const Attention& call_;
-  const Work& work_;
-  int first_run_, end_, blocks_, base_;
-  StageBlocks mine_;
-};
-
-// One warp's stages in flight: K and V of each, or K only (kParts 1).
-template <int kParts>
-class StageRing {
- public:
-  __device__ __forceinline__
-  StageRing(const PagedCache& cache, uint32_t data, uint32_t barriers, int stages, int stage_tokens)
-      : cache_(cache),
-        data_(data),
-        barriers_(barriers),
-        block_bytes_(cache.head_dim * cache.block_size * 2),
-        stage_bytes_(cache.head_dim * stage_tokens * 2),
-        stages_(stages),
-        slot_(0),
-        parity_(0) {}
-
-  __device__ __forceinline__ uint32_t keys() const { return data_ + slot_ * kParts * stage_bytes_; }
-  __device__ __forceinline__ uint32_t values() const { return keys() + stage_bytes_; }
-
-  // Asks for the K (part 0) or V (part 1) of a stage, `ahead` slots on.
-  __device__ __forceinline__ void ask(int part, int ahead, const StageBlocks& blocks, int kv_head) {
-    int slot = slot_ + ahead;
-    if (slot >= stages_) slot -= stages_;
-    const uint32_t to = data_ + (kParts * slot + part) * stage_bytes_;
-    const char* base =
-        static_cast<const char*>(part == 0 ? cache_.k : cache_.v) + int64_t{kv_head} * block_bytes_;
-    const int64_t stride = (part == 0 ? cache_.k_block_stride : cache_.v_block_stride) * 2;
-    const int count = blocks.id[1] >= 0 ? 2 : 1;
-#ifdef MEMKV_BULK_COPY
-    if (threadIdx.x % 32 == 0) {
-      const uint32_t barrier = barriers_ + (kParts * slot + part) * 8;
-      barrier_expect(barrier, count * block_bytes_);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == count) break;
-        copy_bulk(to + i * block_bytes_, base + blocks.id[i] * stride, block_bytes_, barrier);
-      }
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == count) break;
-      const char* from = base + blocks.id[i] * stride;
-      for (int at = threadIdx.x % 32 * 16; at < block_bytes_; at += 32 * 16) {
-        copy_async_16(to + i * block_bytes_ + at, from + at, 16);
-      }
-    }
-#endif
-  }
-
-  // Ends an ask(), or stands for one where nothing was left to ask for.
-  __device__ __forceinline__ void commit() const {
-#ifndef MEMKV_BULK_COPY
-    copy_async_commit();
-#endif
-  }
-
-  __device__ __forceinline__ void wait(int part) const {
-#ifdef MEMKV_BULK_COPY
-    barrier_wait(barriers_ + (kParts * slot_ + part) * 8, (parity_ >> slot_) & 1);
-#else
-    // kParts * stages_ - 1 asked for later may still be under way.
-    if (kParts * stages_ >= 6) {
-      copy_async_wait<5>();
-    } else if (kParts * stages_ == 4) {
-      copy_async_wait<3>();
-    } else {
-      copy_async_wait<1>();
-    }
-    __syncwarp();
-#endif
-  }
-
-  __device__ __forceinline__ void next_slot() {
-    parity_ ^= 1u << slot_;
-    slot_ = slot_ + 1 == stages_ ? 0 : slot_ + 1;
-  }
-
- private:
-  const PagedCache& cache_;
-  uint32_t data_, barriers_;
-  int block_bytes_, stage_bytes_, stages_;
-  int slot_;
-  uint32_t parity_;
-};
-
-// From the end of a unit to the next, over tiles that see nothing.
-__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int left) {
-  at.stage = 0;
-  at.unit_begin += at.of.unit_length;
-  if (++at.kv_head < work.shape.num_kv_heads || left <= 0) return;
-  at.kv_head = 0;
-  do {
-    at.of = work.tiles[++at.tile];
-  } while (at.of.unit_length == 0);
-}
-
-// Behind the part of a range that was of one unit. `start` is the warp's own.
-__device__ __forceinline__ void next_part(const Work& work,
-                                          RangeStart& start,
-                                          int& left,
-                                          int taken) {
-  left -= taken;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) next_unit(work, start, left);
-  __syncwarp();
-}
 
 // Elements of a 16-token tile at or past `valid`, where memory may hold anything, become 0.
 __device__ __forceinline__ void zero_unused(Fragment& f, int valid, int lane) {
@@ -384,9 +100,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   const typename Loop::Layout at(num_warps, num_stages, stage_tokens);
   uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kQueryBytes);
   float* const rows = reinterpret_cast<float*>(shared + at.rows);
+  float* const first_turn = reinterpret_cast<float*>(shared + at.turns) + warp * kHeadDim;
   RowSums* const states = reinterpret_cast<RowSums*>(shared + at.states);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
   int* const flag = reinterpret_cast<int*>(shared + at.flag);
+  prefetch(work.ranges + blockIdx.x);  // there are as many as blocks of threads, used or not
   const WorkHeader header = *work.header;
   const ScoreScale scaled(call);
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
@@ -453,9 +171,15 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
       BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
       if (my_begin < my_end) {
+        // The first turn is on its way too: later ones wait for memory while other warps work.
         const float* turn =
             turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
-        if (turn != nullptr && lane * 32 < call.rotary_dim) prefetch(turn + lane * 32);
+        if (turn != nullptr) {
+          for (int i = 2 * lane; i < call.rotary_dim; i += 64) {
+            copy_async_8(shared_address(first_turn + i), turn + i);
+          }
+        }
+        copy_async_commit();
         list.of(my_begin, taken_from.run);
       }
       if (!waited) wait_for_predecessor();  // up to here only the plan was read

@@ -119,6 +119,9 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, int
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
       : "memory");
 }
+__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -156,15 +159,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to,
                                           const void* from,
                                           uint32_t bytes,
                                           uint32_t barrier) {
-#ifdef MEMKV_NO_HINT
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from),
-      "r"(bytes),
-      "r"(barrier)
-      : "memory");
-#else
   constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy.fractional makes it
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
@@ -174,7 +168,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to,
       "r"(barrier),
       "l"(kEvictFirst)
       : "memory");
-#endif
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -49,13 +49,17 @@ struct ManyProducts {
   static constexpr bool kTogether = kHasWarpgroups && Loop::kTogether;
   static constexpr int kSteps = Loop::kSteps, kTokens = Loop::kTokens, kTokenTiles = kTokens / 8;
 
-  // Adds to the scores; query [kSteps][lane].
-  static __device__ __forceinline__ void scores(float (&score)[4 * kTokenTiles],
-                                                const uint4* query,
-                                                uint32_t stage) {
+  // Adds to the scores; query [kSteps][lane]. Those of a warpgroup are there once wait() returns.
+  struct Pending {
+    uint32_t query[kTogether ? kSteps : 1][4];
+  };
+  static __device__ __forceinline__ Pending scores(float (&score)[4 * kTokenTiles],
+                                                   const uint4* query,
+                                                   uint32_t stage) {
     const int lane = threadIdx.x % 32;
+    Pending pending{};
     if constexpr (kTogether) {
-      uint32_t a[kSteps][4];
+      auto& a = pending.query;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const uint4 x = query[step * 32 + lane];
@@ -68,10 +72,7 @@ struct ManyProducts {
         Warpgroup<T, kTokens>::multiply_add(
             score, a[step], core_matrices(stage + step * 2 * (kTokens * 16), kTokens * 16));
       }
-      wait_for_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) pin(a[step]);
-      pin(score);
+      commit_products();
     } else {
       // Where this lane's row of a fragment is: of tokens 0..7 and 8..15 in turn. Fragments of the
       // next step are on their way while this one is multiplied.
@@ -98,6 +99,15 @@ struct ManyProducts {
           Numbers::multiply_add(c, a, b[0], b[1]);
         }
       }
+    }
+    return pending;
+  }
+  static __device__ __forceinline__ void wait(float (&score)[4 * kTokenTiles], Pending& pending) {
+    if constexpr (kTogether) {
+      wait_for_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) pin(pending.query[step]);
+      pin(score);
     }
   }
 
@@ -129,6 +139,7 @@ struct ManyProducts {
         }
         Warpgroup<T, 8>::multiply_add(sum, weight[n], matrices(kHeadDim));
       }
+      commit_products();
       wait_for_products();
 #pragma unroll
       for (int n = 0; n < kTokens / 16; ++n) pin(weight[n]);

@@ -18,56 +18,15 @@
 // many_mass.cuh adds the weights up.
 #pragma once
 
-#include "few_queries.cuh"
+#include "many_copies.cuh"
 #include "many_mass.cuh"
 #include "many_products.cuh"
 #include "merge.cuh"
+#include "stages.cuh"
 
 namespace memkv::cuda {
 
 inline constexpr float kLoud = 12.0f;
-
-// Where a block's K and V begin, in bytes.
-struct BlockOffsets {
-  int64_t k, v;
-};
-
-// Copies K and V of a stage, or K only; tokens past `valid` become zeros. The blocks' offsets are in shared
-// memory, and are of a block that exists even where no token is used.
-template <typename Loop, int kHeadDim, int kBlockSize, bool kMass>
-__device__ __forceinline__ void copy_stage(
-    const PagedCache& cache, const BlockOffsets* blocks, int valid, int kv_head, uint32_t to) {
-  constexpr int kThreads = kManyWarps * 32, kTokens = Loop::kTokens;
-  constexpr int kPieces = Loop::kKeyBytes / 16;
-  constexpr int kSlabBytes = kHeadDim * kBlockSize * 2, kGroups = kBlockSize / 8;
-  static_assert(kThreads % kTokens == 0);
-  const bool whole = valid >= kTokens;
-  {  // 16 bytes of one token: a thread's token is always the same
-    const int token = threadIdx.x % kTokens;
-    const int bytes = token < valid ? 16 : 0;
-    const char* from = static_cast<const char*>(cache.k) + blocks[token / kBlockSize].k +
-                       kv_head * kSlabBytes +
-                       (threadIdx.x / kTokens * kBlockSize + token % kBlockSize) * 16;
-#pragma unroll
-    for (int i = 0; i < kPieces; i += kThreads) {
-      if (kPieces % kThreads != 0 && i + threadIdx.x >= kPieces) break;
-      copy_async_16(to + (i + threadIdx.x) * 16, from + i / kTokens * kBlockSize * 16, bytes);
-    }
-  }
-#pragma unroll
-  for (int i = 0; !kMass && i < kPieces; i += kThreads) {  // 8 tokens of one dimension
-    const int at = i + threadIdx.x;
-    if (kPieces % kThreads != 0 && at >= kPieces) break;
-    const int group = at % kGroups, row = at / kGroups, block = row / kHeadDim;
-    const int token = block * kBlockSize + group * 8;
-    const char* from = static_cast<const char*>(cache.v) + blocks[block].v + kv_head * kSlabBytes +
-                       (at - block * (kHeadDim * kGroups)) * 16;
-    copy_async_16(
-        to + Loop::kKeyBytes + token / 8 * Loop::kValueGroupBytes + (row - block * kHeadDim) * 16,
-        from,
-        whole ? 16 : min(8, max(0, valid - token)) * 2);
-  }
-}
 
 template <typename T, int kHeadDim, int kBlockSize, bool kMass>
 __device__ __forceinline__ void many_queries(const Attention& call, const Work& work) {
@@ -84,21 +43,24 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
   const uint32_t ring = shared_address(shared);
   const WorkHeader header = *work.header;
   const ScoreScale scaled(call);
+  const float unit = scaled.unit();
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   constexpr int kBlocks = kTokens / kBlockSize;
   using Products = ManyProducts<T, kHeadDim>;
   constexpr bool kTogether = Products::kTogether;
   constexpr int kRowsTogether = kTogether ? 64 : 16;  // rows that are multiplied at once
   const int first_row = warp * 16 / kRowsTogether * kRowsTogether;
-  if constexpr (kTogether && !kMass) {
-    constexpr int kOnesAt = Loop::kKeyBytes + kHeadDim * 16;
-    for (int i = threadIdx.x; i < kManyStages * (kTokens / 8) * 32; i += kManyWarps * 32) {
-      const int group = i / 32, stage = group / (kTokens / 8);
-      *reinterpret_cast<uint32_t*>(shared + stage * Loop::kStageBytes + kOnesAt +
-                                   group % (kTokens / 8) * Loop::kValueGroupBytes + i % 32 * 4) =
-          Numbers::kOnes;
+  const auto write_ones = [&] {  // behind each group of 8 tokens of V
+    if constexpr (kTogether && !kMass) {
+      constexpr int kOnesAt = Loop::kKeyBytes + kHeadDim * 16, kGroups = kTokens / 8;
+      for (int i = threadIdx.x; i < kManyStages * kGroups * 32; i += kManyWarps * 32) {
+        const int group = i / 32 % kGroups, stage = i / 32 / kGroups;
+        *reinterpret_cast<uint32_t*>(shared + stage * Loop::kStageBytes + kOnesAt +
+                                     group * Loop::kValueGroupBytes + i % 32 * 4) = Numbers::kOnes;
+      }
     }
-  }
+  };
+  write_ones();
 
   RangeStart& start =
       *reinterpret_cast<RangeStart*>(shared + Loop::kStartsAt + warp * sizeof(RangeStart));
@@ -120,36 +82,45 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       StageCursor asked(work, tile.first_run, tile.num_runs, begin);
       StageCursor taken_from = asked;
       int valid[2] = {0, 0};  // tokens of the next stage to be asked for, and of the one behind
-      const auto look_up = [&](int stage) {
-        valid[0] = valid[1];
+      int pending = 0;        // its block, of this thread, on its way from memory; and its tokens
+      int pending_valid = 0;
+      const auto fetch = [&](int stage) {
         if (stage >= end) return;
         asked.enter(stage);
         const int in_segment = asked.stage_of_segment(stage);
-        valid[1] = asked.segment().num_tokens - in_segment * kTokens;
+        pending_valid = asked.segment().num_tokens - in_segment * kTokens;
         if (threadIdx.x < kBlocks) {
-          const bool used = int(threadIdx.x) * kBlockSize < valid[1];
-          const int64_t id = __ldg(call.plan.block_ids + asked.segment().first_entry +
-                                   in_segment * kBlocks + (used ? threadIdx.x : 0));
-          blocks[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] = {
-              id * call.cache.k_block_stride * 2, id * call.cache.v_block_stride * 2};
+          const bool used = int(threadIdx.x) * kBlockSize < pending_valid;
+          pending = __ldg(call.plan.block_ids + asked.segment().first_entry + in_segment * kBlocks +
+                          (used ? threadIdx.x : 0));
         }
       };
-      const auto ask = [&](int stage, int slot, int tokens) {
+      const auto look_up = [&](int stage) {
+        valid[0] = valid[1];
+        valid[1] = pending_valid;
+        if (threadIdx.x < kBlocks) {
+          blocks[(stage - begin) % kManyLookups * (kTokens / 8) + threadIdx.x] = {
+              pending * call.cache.k_block_stride * 2, pending * call.cache.v_block_stride * 2};
+        }
+        fetch(stage + 1);
+      };
+      using Sources = CopySources<Loop, kBlockSize>;
+      const auto sources_of = [&](int stage) {
+        return Sources(blocks + (stage - begin) % kManyLookups * (kTokens / 8));
+      };
+      const auto ask = [&](const Sources& sources, int slot, int tokens) {
         copy_stage<Loop, kHeadDim, kBlockSize, kMass>(
-            call.cache,
-            blocks + (stage - begin) % kManyLookups * (kTokens / 8),
-            tokens,
-            start.kv_head,
-            ring + slot * Loop::kStageBytes);
+            call.cache, sources, tokens, start.kv_head, ring + slot * Loop::kStageBytes);
       };
       static_assert(kManyStages == 3);
+      fetch(begin);
       look_up(begin);
       look_up(begin + 1);
       const int first_two[2] = {valid[0], valid[1]};
       look_up(begin + 2);
       __syncthreads();
       for (int i = 0; i < kManyStages - 1; ++i) {
-        if (begin + i < end) ask(begin + i, i, first_two[i]);
+        if (begin + i < end) ask(sources_of(begin + i), i, first_two[i]);
         copy_async_commit();
       }
 
@@ -162,6 +133,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       }
       __syncthreads();
       const int my_rows = min(16, tile.num_rows - warp * 16);  // may be 0 or less
+      const bool takes_part = first_row < tile.num_rows;
       const int32_t position[2] = {positions[warp * 16 + g], positions[warp * 16 + g + 8]};
       int32_t least = INT32_MAX, most = INT32_MIN;
       for (int row = lane; row < kRowsTogether; row += 32) {
@@ -190,18 +162,26 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       TileView view(segment, 0, 0, 0);
       TokenRange sees[2]{};
       bool two_terms = false;
+      const auto turns_here = [&] {
+        return work.shared.of_groups ? call.rotary_dim > 0
+                                     : turn_of(call, taken_from.segment(), 0) != nullptr;
+      };
       int slot = 0;
       for (int stage = begin; stage < end; ++stage) {
         copy_async_wait<kManyStages - 2>();
         if constexpr (kTogether) fence_for_products();
         __syncthreads();  // the stage is here, and its predecessor's place is free
-        {
-          const int next = stage + kManyStages - 1;
+        const int next = stage + kManyStages - 1;
+        const Sources sources = sources_of(next);  // of nothing, where there is none
+        const auto ask_ahead = [&] {
           look_up(next + 1);  // moves valid on: [0] is now of `next`
-          if (next < end) ask(next, slot == 0 ? kManyStages - 1 : slot - 1, valid[0]);
+          if (next < end) ask(sources, slot == 0 ? kManyStages - 1 : slot - 1, valid[0]);
           copy_async_commit();
-        }
-        if ((taken_from.enter(stage) || stage == begin) && first_row < tile.num_rows) {
+          slot = slot + 1 == kManyStages ? 0 : slot + 1;
+        };
+        const bool enters = taken_from.enter(stage) || stage == begin;
+        if (enters) two_terms = turns_here();
+        if (enters && takes_part) {
           segment = taken_from.segment();
           view = TileView(segment, least, most, call.window);
           sees[0] = visible_tokens(segment, position[0], call.window);
@@ -221,7 +201,6 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
             }
             offset[i] = call.q.offset(place.token, place.head);
           }
-          two_terms = turn[0] != nullptr;
           const uint16_t* const q_data = static_cast<const uint16_t*>(call.q.data);
           turn_rows<kSteps, 2, (kSteps > 8 ? 0 : 1)>(
               turn,
@@ -251,48 +230,67 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
                      taken_from.segment().first_entry + first_token / kBlockSize,
                      taken_from.segment().num_tokens - first_token};
         }
-        slot = slot + 1 == kManyStages ? 0 : slot + 1;
-        if (first_row >= tile.num_rows || first_token >= view.some_end ||
+        if (!takes_part || first_token >= view.some_end ||
             first_token + kTokens <= view.some_begin) {
+          ask_ahead();
           if constexpr (kMass) mass.keep_none(values);
+          // Both warpgroups vote equally often, which is how tools follow their barriers.
+          if (kTogether && two_terms) any_of_warpgroup(1 + warp / 4, false);
           continue;
         }
 
-        // Scores.
+        // Scores, while the next stages are asked for.
         float score[4 * kTokenTiles];
 #pragma unroll
         for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = 0.0f;
-        Products::scores(score, query, here);
-        if (two_terms) {
-          float most_of = 0.0f;
+        auto pending_scores = Products::scores(score, query, here);
+        ask_ahead();
+        Products::wait(score, pending_scores);
+        const bool edge = first_token < view.every_begin || first_token + kTokens > view.every_end;
+        const auto largest = [&](float(&most)[2]) {  // and what is not seen is -inf
+          if (edge) {
 #pragma unroll
-          for (int i = 0; i < 4 * kTokenTiles; ++i) most_of = fmaxf(most_of, fabsf(score[i]));
-          const bool loud = call.all_digits || !(most_of * fabsf(scaled.scale) <= kLoud);
+            for (int i = 0; i < 4 * kTokenTiles; ++i) {
+              const int token = first_token + i / 4 * 8 + 2 * q + i % 2, of = i / 2 % 2;
+              score[i] =
+                  token >= sees[of].begin && token < sees[of].end ? score[i] : kMinusInfinity;
+            }
+          }
+          most[0] = most[1] = kMinusInfinity;
+#pragma unroll
+          for (int i = 0; i < 4 * kTokenTiles; ++i) {
+            most[i / 2 % 2] = fmaxf(most[i / 2 % 2], score[i]);
+          }
+        };
+        float raised[2];
+        largest(raised);
+        if (two_terms) {
+          // Only what is near a row's maximum weighs anything.
+          const float allowed = kLoud / fabsf(scaled.scale);
+          const bool loud = call.all_digits ||
+                            (fabsf(raised[0]) > allowed && raised[0] > kMinusInfinity) ||
+                            (fabsf(raised[1]) > allowed && raised[1] > kMinusInfinity);
           if (kTogether ? any_of_warpgroup(1 + warp / 4, loud) : __any_sync(kAllLanes, loud)) {
-            Products::scores(score, query + kSteps * 32, here);
+            auto rest = Products::scores(score, query + kSteps * 32, here);
+            Products::wait(score, rest);
+            largest(raised);
           }
         }
 
         // Weights.
-        scaled(score);
-        if (first_token < view.every_begin || first_token + kTokens > view.every_end) {
-#pragma unroll
-          for (int i = 0; i < 4 * kTokenTiles; ++i) {
-            const int token = first_token + i / 4 * 8 + 2 * q + i % 2, of = i / 2 % 2;
-            score[i] = token >= sees[of].begin && token < sees[of].end ? score[i] : kMinusInfinity;
-          }
+        if (unit == 1.0f) {
+          scaled(score);
+          largest(raised);
         }
         if constexpr (kMass) {
 #pragma unroll
-          for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = exp2_of(score[i] - top[i / 2 % 2]);
+          for (int i = 0; i < 4 * kTokenTiles; ++i)
+            score[i] = exp2_of(fmaf(score[i], unit, -top[i / 2 % 2]));
           mass.keep(score, values);
           continue;
         }
-        float raised[2] = {top[0], top[1]};
-#pragma unroll
-        for (int i = 0; i < 4 * kTokenTiles; ++i) {
-          raised[i / 2 % 2] = fmaxf(raised[i / 2 % 2], score[i]);
-        }
+        raised[0] *= unit;
+        raised[1] *= unit;
         if (__any_sync(kAllLanes, raised[0] > top[0] || raised[1] > top[1])) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -313,16 +311,18 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
             for (int n = 0; n < 2 * kSteps; ++n) out[n][i] *= keep[i / 2];
           }
         }
-        const SoftmaxState<float> state[2] = {{top[0], 0.0f}, {top[1], 0.0f}};
+        const float from[2] = {finite_or_zero(top[0]), finite_or_zero(top[1])};
 
         uint32_t weight[kTokens / 16][4];
 #pragma unroll
         for (int n = 0; n < kTokens / 16; ++n) {  // 16 tokens
           float* const s = score + n * 8;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) s[i] = state[i / 2 % 2].weight(s[i]);
-          exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
-          exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
+          for (int i = 0; i < 8; ++i) s[i] = exp2_of(fmaf(s[i], unit, -from[i / 2 % 2]));
+          if (call.lse != nullptr) {
+            exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
+            exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
+          }
 #pragma unroll
           for (int i = 0; i < 4; ++i) weight[n][i] = Numbers::pack(s[2 * i], s[2 * i + 1]);
         }
@@ -379,15 +379,9 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         }
       }
       if (parts.count > 1) {
-        arrive_and_merge<kHeadDim, kManyRows>(call,
-                                              work,
-                                              tile,
-                                              start.tile,
-                                              start.kv_head,
-                                              parts,
-                                              shared + Loop::kQueryAt,
-                                              kManyWarps * 2 * Loop::kQueryBytes,
-                                              flag);
+        arrive_and_merge<kHeadDim, kManyRows>(
+            call, work, tile, start.tile, start.kv_head, parts, shared, Loop::kPositionsAt, flag);
+        if (*flag) write_ones();  // partials went over them
       } else {
         __syncthreads();
       }

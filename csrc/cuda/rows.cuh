@@ -72,7 +72,7 @@ turned_two(const Load& load, const float* turn, const RotaryPairs& pairs, int d)
   const float* cos = turn;
   const float* sin = turn + pairs.count();
   if (pairs.interleaved) {
-    rotate_pair(a.x, a.y, __ldg(cos + d / 2), __ldg(sin + d / 2));
+    rotate_pair(a.x, a.y, cos[d / 2], sin[d / 2]);
     return a;
   }
   const auto one = [&](int i) { return i % 2 ? load(i - 1).y : load(i).x; };
@@ -83,7 +83,7 @@ turned_two(const Load& load, const float* turn, const RotaryPairs& pairs, int d)
       const bool second = d + i >= half;
       const int pair = second ? d + i - half : d + i;
       float x = one(pair), y = one(pair + half);
-      rotate_pair(x, y, __ldg(cos + pair), __ldg(sin + pair));
+      rotate_pair(x, y, cos[pair], sin[pair]);
       (i == 0 ? turned.x : turned.y) = second ? y : x;
     }
     return turned;
@@ -91,8 +91,8 @@ turned_two(const Load& load, const float* turn, const RotaryPairs& pairs, int d)
   const bool second = d >= half;
   const int pair = second ? d - half : d;
   const float2 other = load(second ? pair : d + half);
-  const float2 c = __ldg(reinterpret_cast<const float2*>(cos + pair));
-  float2 s = __ldg(reinterpret_cast<const float2*>(sin + pair));
+  const float2 c = *reinterpret_cast<const float2*>(cos + pair);
+  float2 s = *reinterpret_cast<const float2*>(sin + pair);
   if (!second) s = {-s.x, -s.y};
   return {a.x * c.x + other.x * s.x, a.y * c.y + other.y * s.y};
 }
@@ -149,8 +149,8 @@ __device__ __forceinline__ void turn_rows(const float* const (&turns)[kRows],
         const int d = 16 * step + 8 * h + 2 * q;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          cos[j][i][h] = __ldg(reinterpret_cast<const float2*>(turns[i] + d));
-          sin[j][i][h] = __ldg(reinterpret_cast<const float2*>(turns[i] + pairs.count() + d));
+          cos[j][i][h] = *reinterpret_cast<const float2*>(turns[i] + d);
+          sin[j][i][h] = *reinterpret_cast<const float2*>(turns[i] + pairs.count() + d);
           a[j][i][h] = load(i, d);
           b[j][i][h] = load(i, d + pairs.count());
         }
@@ -197,6 +197,12 @@ struct ScoreScale {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) score[i] = score[i] * scale;
     }
+  }
+
+  // Where scaling keeps the order it can wait for the weights: those then are of products times
+  // what is returned, and these need no operator().
+  __device__ __forceinline__ float unit() const {
+    return cap > 0.0f || !(scale > 0.0f) ? 1.0f : scale;
   }
 };
 

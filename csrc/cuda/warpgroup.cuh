@@ -30,8 +30,10 @@ __device__ __forceinline__ void fence_for_products() {
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 

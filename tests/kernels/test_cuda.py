@@ -158,6 +158,17 @@ def test_values_of_one_give_exactly_one(spec: Spec, q_dtype: torch.dtype) -> Non
 
 
 @BOTH
+def test_block_mass_without_the_log_sum_exp(spec: Spec) -> None:
+    """Many rows then keep the digits that a query came with; what is given away is all of it still."""
+    problem = build(spec)
+    mass = to_cpu(run(problem, block_mass=True)).block_mass
+    assert mass is not None
+    exact = oracle(problem).block_mass
+    torch.testing.assert_close(mass.double(), exact, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(mass.double().sum(1), exact.sum(1), rtol=1e-3, atol=0.0)
+
+
+@BOTH
 def test_alone_or_in_a_batch_is_equal_when_the_split_is_fixed(spec: Spec) -> None:
     problem = build(spec)
     other = build(replace(DECODE, seed=5))

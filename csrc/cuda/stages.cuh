@@ -1,0 +1,81 @@
+// How a worker walks its range: unit after unit, stage after stage.
+#pragma once
+
+#include "work.h"
+
+namespace memkv::cuda {
+
+// Stages of a tile, one after the other; a run is the stages of one segment.
+class StageCursor {
+ public:
+  int run;  // in the tile, as the segment in the sequence
+
+  __device__ __forceinline__ StageCursor(const Work& work, int first_run, int num_runs, int stage)
+      : run(0), work_(work), first_run_(first_run), at_{}, end_(0) {
+    const int lane = threadIdx.x % 32;
+    for (int base = 0; base < num_runs; base += 31) {  // a lane's run ends where the next begins
+      const StageRun mine = work.runs[first_run + min(base + lane, num_runs)];
+      const int end = __shfl_down_sync(0xffffffffu, mine.stages_before, 1);
+      const unsigned found = __ballot_sync(0xffffffffu, lane < 31 && end > stage);
+      if (found == 0) continue;
+      const int of = __ffs(found) - 1;
+      run = base + of;
+      end_ = __shfl_sync(0xffffffffu, end, of);
+      at_ = {__shfl_sync(0xffffffffu, mine.stages_before, of),
+             __shfl_sync(0xffffffffu, mine.first_stage, of),
+             __shfl_sync(0xffffffffu, mine.first_entry, of),
+             __shfl_sync(0xffffffffu, mine.num_tokens, of),
+             __shfl_sync(0xffffffffu, mine.position, of),
+             __shfl_sync(0xffffffffu, mine.stored_position, of),
+             {}};
+      return;
+    }
+  }
+
+  // Moves to the run that holds the stage; true if that is another one. Never goes back.
+  __device__ __forceinline__ bool enter(int stage) {
+    if (stage < end_) return false;
+    do {
+      ++run;
+      at_ = work_.runs[first_run_ + run];
+      end_ = work_.runs[first_run_ + run + 1].stages_before;
+    } while (stage >= end_);
+    return true;
+  }
+
+  __device__ __forceinline__ int stage_of_segment(int stage) const {
+    return at_.first_stage + stage - at_.stages_before;
+  }
+  __device__ __forceinline__ Segment segment() const { return at_.segment(); }
+  __device__ __forceinline__ int end() const { return end_; }
+
+ private:
+  const Work& work_;
+  int first_run_;
+  StageRun at_;
+  int end_;
+};
+
+// From the end of a unit to the next, over tiles that see nothing.
+__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int left) {
+  at.stage = 0;
+  at.unit_begin += at.of.unit_length;
+  if (++at.kv_head < work.shape.num_kv_heads || left <= 0) return;
+  at.kv_head = 0;
+  do {
+    at.of = work.tiles[++at.tile];
+  } while (at.of.unit_length == 0);
+}
+
+// Behind the part of a range that was of one unit. `start` is the warp's own.
+__device__ __forceinline__ void next_part(const Work& work,
+                                          RangeStart& start,
+                                          int& left,
+                                          int taken) {
+  left -= taken;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) next_unit(work, start, left);
+  __syncwarp();
+}
+
+}  // namespace memkv::cuda
