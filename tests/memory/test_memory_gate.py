@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memkv.config import QueryConfig
 from memkv.engine.reuse import Exact
-from memkv.errors import BadRequestError
+from memkv.errors import BadRequestError, ConflictError
 from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, choose_policy
 from memkv.store import Store
 from memkv.store.rows import GateRow
@@ -127,3 +128,29 @@ def test_auto_takes_what_passed_for_this_model_and_no_other(open_memory, tmp_pat
     memory.ingest("d", [DocumentCreate(text=text, external_id="doc")], wait=120)
     other = QueryRequest(query="How many ships?", collection="d", min_score=-1.0)
     assert memory.query(other).reuse.policy == "exact"
+
+
+def test_a_primer_is_part_of_the_prefix_and_of_what_the_gate_goes_by(open_memory, tmp_path: Path) -> None:
+    memory = open_memory()
+    plain = memory.create_collection(CollectionCreate(name="plain"))
+    primed = memory.create_collection(CollectionCreate(name="primed", primer=True))
+    assert (plain.primer, primed.primer) == (False, True)
+    assert primed.prefix_tokens > plain.prefix_tokens
+    assert primed.fingerprint != plain.fingerprint
+    with pytest.raises(ConflictError, match="primer"):
+        memory.create_collection(CollectionCreate(name="primed"), exist_ok=True)
+    text = "\n\n".join(f"Paragraph {n} speaks of the lamp, the tower and {n} ships." for n in range(30))
+    for name in ("plain", "primed"):
+        memory.ingest(name, [DocumentCreate(text=text, external_id="doc")], wait=120)
+    memory.close()
+
+    with Store.open(tmp_path / "data") as store:
+        store.catalog.put_gates(primed.fingerprint, [gate("map", 0.01)])
+    memory = open_memory()
+    for name, policy in (("plain", "exact"), ("primed", "map")):
+        asked = QueryRequest(query="How many ships?", collection=name, min_score=-1.0)
+        answer = memory.query(asked)
+        assert answer.reuse.policy == policy
+        assert answer.usage.cached_tokens >= (primed if name == "primed" else plain).prefix_tokens
+    asked = QueryRequest(query="How many ships?", collection="primed", min_score=-1.0, policy="exact")
+    assert memory.query(asked).answer == memory.query(msgspec.structs.replace(asked, reuse="off")).answer
