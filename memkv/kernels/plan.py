@@ -229,7 +229,8 @@ class AttentionPlan:
         """Says that the tensors' contents were changed in place, query_start excepted.
 
         What was derived from them is derived again at its next use, into the same memory: inside a captured
-        CUDA graph this puts the planning into the graph. The new contents are trusted, not validated.
+        CUDA graph this puts the planning into the graph. The new contents are trusted, not validated. A plan
+        that is refreshed before its first use is taken for one whose sequences may share blocks.
         """
         self._changes.update(("query_position", "segment_start", "segments", "block_ids"))
         self._stale_turns.update(self._turns)
