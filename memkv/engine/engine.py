@@ -3,7 +3,8 @@
 generate, prefill, cancel, drop ──► agenda ──► │ engine's thread │ ──► outbox ──► Generation, PrefillJob
 loader threads: chunk read      ──►            │ settle, step    │
 
-loop    do what was posted  ─►  settle every lane (expire, admit, promote)  ─►  one step of one lane  ─►  send
+loop    prepare  ─►  submit one step of one lane  ─►  prepare  ─►  collect its tokens  ─►  send
+prepare    do what was posted, settle every lane (expire, admit, promote): while the device computes
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,7 +24,7 @@ from memkv.config import EngineConfig
 from memkv.engine.failure import typed_error
 from memkv.engine.fair_share import FairShare
 from memkv.engine.generation import Generation
-from memkv.engine.lane import Lane, LaneStats
+from memkv.engine.lane import Lane
 from memkv.engine.limits import require_blocks, require_context
 from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
@@ -32,6 +33,7 @@ from memkv.engine.request import GenerateRequest, PrefillRequest
 from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
+from memkv.engine.stats import EngineStats
 from memkv.engine.threads import Threads, use_threads
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import ConfigError, EngineClosed, MemKVError
@@ -43,15 +45,6 @@ _log = logging.getLogger(__name__)
 _KV_DTYPES = ("float32", "bfloat16")  # what the kernels read
 _LOOK_AGAIN_SECONDS = 0.5  # whether the thread that was asked still lives
 Outcome = TypeVar("Outcome")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine as of the end of the last step; `alive` says whether its thread takes requests."""
-
-    alive: bool
-    threads: Threads
-    lanes: tuple[LaneStats, ...]
 
 
 class Engine:
@@ -292,19 +285,19 @@ class Engine:
             self._end()
 
     def _loop_once(self) -> None:
-        self._do_posted()
-        now = time.monotonic()
-        for lane in self._lanes.values():
-            lane.settle(now)
+        self._prepare()
         stepped = self._step()
         self._send()
         if not stepped:
             deadline = min((lane.next_deadline() for lane in self._lanes.values()), default=float("inf"))
             self._agenda.wait(max(0.0, deadline - time.monotonic()))
 
-    def _do_posted(self) -> None:
+    def _prepare(self) -> None:
         while (work := self._agenda.next_posted()) is not None:
             self._do(work)
+        now = time.monotonic()
+        for lane in self._lanes.values():
+            lane.settle(now)
 
     def _step(self) -> bool:
         """One step of the lane and kind whose turn it is; False where there is nothing to compute."""
@@ -317,6 +310,9 @@ class Engine:
         lane = self._lanes[turn[0]]
         started = time.monotonic()
         self._do(lane.generation_work() if turn[1] == "generation" else lane.fill_work(shared=shared))
+        if (collect := lane.collect_work()) is not None:
+            self._prepare()
+            self._do(collect)
         while (work := self._agenda.next_follow_up()) is not None:
             self._do(work)
         self._turns.charge(turn, time.monotonic() - started)

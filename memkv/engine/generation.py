@@ -106,7 +106,9 @@ class Generation:
 
     def __init__(self) -> None:
         self.on_cancel: Callable[[], None] | None = None  # the engine sets it
-        self._changed = threading.Condition()
+        lock = threading.Lock()  # guards what follows
+        self._changed = threading.Condition(lock)  # a token, or the end
+        self._ended = threading.Condition(lock)
         self._events: list[TokenEvent] = []
         self._result: GenerationResult | None = None
         self._error: MemKVError | None = None
@@ -146,12 +148,12 @@ class Generation:
             APITimeoutError: not finished after `timeout` seconds; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._ended:
             while not self._is_finished:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise APITimeoutError(f"the answer is not finished after {timeout} seconds")
-                self._changed.wait(left)
+                self._ended.wait(left)
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -185,3 +187,4 @@ class Generation:
             else:
                 self._result = outcome
             self._changed.notify_all()
+            self._ended.notify_all()

@@ -3,66 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
-
-import torch
-from torch import Tensor
 
 from memkv.config import EngineConfig
 from memkv.engine.arrivals import Arrivals
-from memkv.engine.batch import Batch, Part
+from memkv.engine.batch import Part
 from memkv.engine.continuations import Continuations
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
-from memkv.engine.pace import Pace
 from memkv.engine.prefill import ChunkFill, PrefillJob
-from memkv.engine.residency import BlockCounts, Residency, ResidentChunk
-from memkv.engine.sampler import sample
+from memkv.engine.residency import Residency, ResidentChunk
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
+from memkv.engine.stats import LaneStats
+from memkv.engine.steps import Steps
 from memkv.engine.work import Agenda, Outbox, Work
-from memkv.errors import MemKVError, ModelError, Overloaded
+from memkv.errors import MemKVError, Overloaded
 from memkv.kv.block_pool import BlockPool
 from memkv.kv.layout import KVLayout
 
 # Seconds that one step of prefill may keep a generation waiting, and a generation still to come.
 _SHARED_SECONDS = 0.15
 _ALONE_SECONDS = 0.5
-# Of prompts, in a step that answers share. On a CPU thread prompts of SmolLM2 took 12 % longer in parts of 64
-# tokens (163 ms) than in one, and 64 % longer in parts of 32 (119 ms): every part reads all the weights.
-_LEAST_PROMPT_TOKENS = 64
-
-
-@dataclass(slots=True)
-class LaneCounters:
-    """What a lane has done so far."""
-
-    steps: int = 0  # passes through the model for generations
-    fill_steps: int = 0  # and for chunks
-    generated_tokens: int = 0
-    looked_tokens: int = 0  # tokens of looking passes
-    prefilled_tokens: int = 0  # prompt tokens of generations
-    filled_tokens: int = 0  # tokens of chunks, healed ones included
-    failed_tasks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStats:
-    """One lane as of the end of the last step."""
-
-    block_size: int
-    blocks: BlockCounts
-    counters: LaneCounters
-    healed_chunks: int  # chunks that had no valid KV when a query needed them
-    waiting: int
-    loading: int
-    running: int
-    jobs: int
-    kept_blocks: int  # of runs that ended generations left behind, in use or not
-    fill_tokens_per_second: float  # 0 before the first
 
 
 class Lane:
@@ -89,16 +54,13 @@ class Lane:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.counters = LaneCounters()
         self.kv_cache = KVCache(layout, num_blocks, runner.device, poison=poison)
         self.residency = Residency(self.kv_cache, BlockPool(num_blocks))
         max_kept = int(config.continuation_share * num_blocks)
         self.continuations = Continuations(self.residency, max_kept, layout.block_size)
         self.scheduler = Scheduler(self.residency, self.continuations, config)
-        self.pace = Pace()  # of chunks
-        self.prompt_pace = Pace(_LEAST_PROMPT_TOKENS)
+        self.steps = Steps(runner, self.kv_cache, agenda, accept=self._accept, choose=self._choose)
         self._config = config
-        self._runner = runner
         self._agenda = agenda
         self._outbox = outbox
         self._arrivals = Arrivals(
@@ -124,7 +86,7 @@ class Lane:
         self._outbox.finish(task, outcome)
 
     def fail(self, task: Task, error: MemKVError) -> None:
-        self.counters.failed_tasks += 1
+        self.steps.counters.failed_tasks += 1
         self._leave(task)
         self._outbox.finish(task, error)
 
@@ -174,13 +136,17 @@ class Lane:
         """Prompts get all the tokens of a step, or a bounded time where others are in their answers."""
         most = self._config.max_batch_tokens
         if self.scheduler.has_answers:
-            most = min(most, self.prompt_pace.tokens_for(_SHARED_SECONDS))
+            most = min(most, self.steps.prompt_pace.tokens_for(_SHARED_SECONDS))
         parts = self.scheduler.generation_parts(most)
-        return Work(partial(self._generate, parts), lambda: [part.owner for part in parts])
+        return Work(partial(self.steps.generate, parts), lambda: [part.owner for part in parts])
+
+    def collect_work(self) -> Work | None:
+        """What is left to do of `generation_work` when the host has done what else it had to."""
+        return self.steps.collect()
 
     def fill_work(self, *, shared: bool) -> Work:
         """`shared`: a generation waits for this step to end."""
-        budget = self.pace.tokens_for(_SHARED_SECONDS if shared else _ALONE_SECONDS)
+        budget = self.steps.pace.tokens_for(_SHARED_SECONDS if shared else _ALONE_SECONDS)
         parts = self.scheduler.fill_parts(min(budget, self._config.max_batch_tokens))
         return Work(
             partial(self._fill, parts), lambda: self._waiters_of_all(part.owner.chunk for part in parts)
@@ -196,14 +162,14 @@ class Lane:
         return LaneStats(
             block_size=self.layout.block_size,
             blocks=self.residency.counts(),
-            counters=replace(self.counters),
+            counters=replace(self.steps.counters),
             healed_chunks=self._arrivals.healed_chunks,
             waiting=len(self.scheduler.waiting),
             loading=len(self.scheduler.loading),
             running=len(self.scheduler.running),
             jobs=len(self.scheduler.jobs),
             kept_blocks=self.continuations.num_blocks,
-            fill_tokens_per_second=self.pace.tokens_per_second,
+            fill_tokens_per_second=self.steps.pace.tokens_per_second,
         )
 
     def check_integrity(self) -> None:
@@ -215,66 +181,10 @@ class Lane:
             assert sequence.run is not None, "bug: an admitted sequence has no tokens"
             sequence.run.table.check_integrity()
 
-    def _generate(self, parts: list[Part[Sequence]]) -> None:
-        batch = Batch.build(parts)
-        started = time.monotonic()
-        num_prompt = sum(part.count for part in parts if not part.owner.num_generated)
-        result = self._runner.run(batch, self.kv_cache)
-        logits, masses = result.logits, iter(result.masses)
-        assert logits is not None or not batch.logit_rows
-        self.counters.steps += 1
-        row = 0
-        done: list[tuple[Sequence, Tensor]] = []
-        for part in parts:
-            positions = part.positions
-            completes = part.completes
-            part.run.done += part.count
-            if part.owner.look is not None:
-                self._look(part, masses, completes)
-                continue
-            self.counters.prefilled_tokens += 0 if part.owner.num_generated else part.count
-            if part.num_logits:
-                assert logits is not None
-                own = logits[row : row + part.num_logits]
-                part.owner.keep(own, positions[-part.num_logits :])
-                row += part.num_logits
-                if completes:
-                    done.append((part.owner, own[-1:]))
-        if done:
-            self._sample(done)
-        if num_prompt >= _LEAST_PROMPT_TOKENS:
-            self.prompt_pace.observe(num_prompt, time.monotonic() - started)
-
-    def _look(self, part: Part[Sequence], masses: Iterator[Tensor], completes: bool) -> None:
-        """Some or all of a looking pass was made."""
-        sequence = part.owner
-        self.counters.looked_tokens += part.count
-        if part.look_rows:
-            assert sequence.look is not None
-            sequence.look.add(next(masses))
-        if completes:
-            choose = partial(self._choose, sequence)
-            self._agenda.follow(Work(choose, partial(_only, sequence)))
-
     def _choose(self, sequence: Sequence) -> None:
         sequence.choose(self.residency, time.monotonic())
 
-    def _sample(self, done: list[tuple[Sequence, Tensor]]) -> None:
-        sequences = [sequence for sequence, _ in done]
-        tokens = sample(
-            torch.cat([row for _, row in done]),
-            [sequence.request.sampling for sequence in sequences],
-            [sequence.random for sequence in sequences],
-        )
-        for sequence, token in zip(sequences, tokens, strict=True):
-            self._agenda.follow(Work(partial(self._accept, sequence, token), partial(_only, sequence)))
-
-    def _accept(self, sequence: Sequence, token: int | None) -> None:
-        if token is None:
-            raise ModelError(
-                "the model's logits are not finite numbers", hint="load the weights in a wider dtype"
-            )
-        self.counters.generated_tokens += 1
+    def _accept(self, sequence: Sequence, token: int) -> None:
         now = time.monotonic()
         event, reason = sequence.accept(token, now)
         self._outbox.token(sequence.generation, event)
@@ -284,20 +194,10 @@ class Lane:
             self._outbox.finish(sequence, sequence.result(reason, now))
 
     def _fill(self, parts: list[Part[ChunkFill]]) -> None:
-        batch = Batch.build(parts)
-        started = time.monotonic()
-        self._runner.run(batch, self.kv_cache)
-        self.pace.observe(batch.num_tokens, time.monotonic() - started)
-        self.counters.fill_steps += 1
-        self.counters.filled_tokens += batch.num_tokens
-        for part in parts:
-            completes = part.completes
-            part.run.done += part.count
-            if completes:
-                fill = part.owner
-                self._agenda.follow(
-                    Work(partial(self._arrivals.complete, fill), partial(self.scheduler.waiters, fill.chunk))
-                )
+        for fill in self.steps.fill(parts):
+            self._agenda.follow(
+                Work(partial(self._arrivals.complete, fill), partial(self.scheduler.waiters, fill.chunk))
+            )
 
     def _start(self, task: Task, now: float) -> bool:
         """Gives a task its next blocks; False where it has to wait for them."""
@@ -323,7 +223,3 @@ class Lane:
     def _leave(self, task: Task) -> None:
         self.scheduler.remove(task)
         task.release(self.residency)
-
-
-def _only(task: Task) -> tuple[Task]:
-    return (task,)

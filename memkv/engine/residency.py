@@ -12,11 +12,15 @@ last pin is released.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from memkv.engine.kv_cache import KVCache
 from memkv.errors import InternalServerError, PoolExhausted
@@ -60,15 +64,17 @@ class ResidentChunk:
     """A chunk that holds blocks.
 
     Attributes:
+        blocks, block_ids: the same, as a tuple and as an array.
         ready: they are written and may be mapped.
         adopted: a sequence left them.
     """
 
-    __slots__ = ("adopted", "blocks", "dropped", "pins", "ready", "ref")
+    __slots__ = ("adopted", "block_ids", "blocks", "dropped", "pins", "ready", "ref")
 
     def __init__(self, ref: ChunkRef, blocks: Sequence[int], *, adopted: bool = False) -> None:
         self.ref = ref
         self.blocks = tuple(blocks)
+        self.block_ids = np.array(blocks, dtype=np.int64)
         self.adopted = self.ready = adopted
         self.dropped = False
         self.pins = 0
@@ -88,18 +94,20 @@ class Pin:
         self._residency = residency
         self.chunks = chunks
         self.reserved = reserved
+        self._awaited = [chunk for chunk in chunks if not chunk.ready]
         self._released = False
 
     @property
     def is_ready(self) -> bool:
-        return all(chunk.ready for chunk in self.chunks)
+        while self._awaited and self._awaited[-1].ready:
+            self._awaited.pop()
+        return not self._awaited
 
     def release(self, *, cold: bool = False) -> None:
         """Lets go, once. `cold`: what becomes idle is the first to be evicted, not the last."""
         if not self._released:
             self._released = True
-            for chunk in reversed(self.chunks):  # what others stand behind is evicted last
-                self._residency._unpin(chunk, cold)
+            self._residency._let_go(self.chunks, cold=cold)
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +142,7 @@ class Residency:
         self._idle: OrderedDict[str, ResidentChunk] = OrderedDict()  # ready and unpinned; coldest first
         self._dropped: set[ResidentChunk] = set()  # not found any more, still pinned
         self.num_adopted_blocks = 0  # of adopted chunks that can be found
+        self.num_changes = 0  # after which what did not fit may fit
         self._num_idle_blocks = 0
         self._num_private = 0
 
@@ -155,30 +164,24 @@ class Residency:
             PoolExhausted: no room even after evicting every idle chunk.
             InternalServerError: two chunks of different tokens have the same key.
         """
-        wanted = list({ref.input_key: ref for ref in refs}.values())
-        pin = Pin(self, [], [])
+        wanted = {ref.input_key: ref for ref in refs}
+        here = [chunk for key, ref in wanted.items() if (chunk := self._find(key, ref)) is not None]
+        self._hold(here)  # making room must not evict them
+        reserved: list[ResidentChunk] = []
         try:
-            for ref in wanted:  # first what is here: making room must not evict it
-                chunk = self._chunks.get(ref.input_key)
-                if chunk is not None:
-                    self._hold(chunk, ref)
-                    pin.chunks.append(chunk)
-            for ref in wanted:
-                if ref.input_key not in self._chunks:
-                    chunk = self._reserve(ref)
-                    pin.chunks.append(chunk)
-                    pin.reserved.append(chunk)
-        except (PoolExhausted, InternalServerError):
-            pin.release()
+            for key, ref in wanted.items():
+                if key not in self._chunks:
+                    reserved.append(self._reserve(ref))
+        except PoolExhausted:
+            self._let_go([*here, *reserved])
             raise
-        order = {ref.input_key: index for index, ref in enumerate(wanted)}
-        pin.chunks.sort(key=lambda chunk: order[chunk.ref.input_key])
-        return pin
+        held = {chunk.ref.input_key: chunk for chunk in itertools.chain(here, reserved)}
+        return Pin(self, [held[key] for key in wanted], reserved)
 
     def hold(self, chunk: ResidentChunk) -> Pin:
         """One more pin on a chunk that somebody pins, dropped or not."""
         assert chunk.pins > 0, "bug: a chunk that nobody pins was held"
-        self._hold(chunk, chunk.ref)
+        self._hold([chunk])
         return Pin(self, [chunk], [])
 
     def ready(self, chunk: ResidentChunk) -> None:
@@ -203,6 +206,7 @@ class Residency:
         """Gives private blocks back."""
         self._pool.release(blocks)
         self._num_private -= len(blocks)
+        self.num_changes += 1
 
     def adopt(self, ref: ChunkRef, blocks: Sequence[int]) -> ResidentChunk:
         """Takes written private blocks over as a chunk that nobody pins."""
@@ -212,6 +216,7 @@ class Residency:
         self._chunks[ref.input_key] = self._idle[ref.input_key] = chunk
         self._num_private -= len(chunk.blocks)
         self._num_idle_blocks += len(chunk.blocks)
+        self.num_changes += 1
         return chunk
 
     def counts(self) -> BlockCounts:
@@ -242,36 +247,46 @@ class Residency:
         pinned = {*self._dropped, *(chunk for chunk in self._chunks.values() if chunk.pins)}
         assert sum(len(chunk.blocks) for chunk in pinned) == self.counts().pinned, "bug: blocks are lost"
 
+    def _find(self, key: str, ref: ChunkRef) -> ResidentChunk | None:
+        chunk = self._chunks.get(key)
+        if chunk is not None and chunk.ref != ref:
+            raise InternalServerError(
+                f"chunk key {key[:16]} stands for two different token sequences",
+                hint="the tenant's secret or the store is damaged: run `memkv store verify --full`",
+            )
+        return chunk
+
     def _reserve(self, ref: ChunkRef) -> ResidentChunk:
         chunk = ResidentChunk(ref, self._take(self._kv_cache.layout.blocks_for(ref.num_tokens)))
         self._chunks[ref.input_key] = chunk
-        self._hold(chunk, ref)
+        self._hold([chunk])
+        self.num_changes += 1
         return chunk
 
-    def _hold(self, chunk: ResidentChunk, ref: ChunkRef) -> None:
-        if chunk.ref != ref:
-            raise InternalServerError(
-                f"chunk key {ref.input_key[:16]} stands for two different token sequences",
-                hint="the tenant's secret or the store is damaged: run `memkv store verify --full`",
-            )
-        if self._idle.pop(ref.input_key, None) is not None:
-            self._num_idle_blocks -= len(chunk.blocks)
-        chunk.pins += 1
-        self._pool.share(chunk.blocks)
+    def _hold(self, chunks: Sequence[ResidentChunk]) -> None:
+        """One more pin on each."""
+        for chunk in chunks:
+            if self._idle.pop(chunk.ref.input_key, None) is not None:
+                self._num_idle_blocks -= len(chunk.blocks)
+            chunk.pins += 1
+        self._pool.share(_block_ids(chunks))
 
-    def _unpin(self, chunk: ResidentChunk, cold: bool) -> None:
-        chunk.pins -= 1
-        self._pool.release(chunk.blocks)
-        if chunk.pins:
-            return
-        if chunk.dropped:
-            self._dropped.discard(chunk)
-        elif chunk.ready:
-            self._idle[chunk.ref.input_key] = chunk
-            self._idle.move_to_end(chunk.ref.input_key, last=not cold)
-            self._num_idle_blocks += len(chunk.blocks)
-        else:
-            self._remove(chunk)
+    def _let_go(self, chunks: Sequence[ResidentChunk], *, cold: bool = False) -> None:
+        """One pin less on each."""
+        self._pool.release(_block_ids(chunks))
+        self.num_changes += 1
+        for chunk in reversed(chunks):  # what others stand behind is evicted last
+            chunk.pins -= 1
+            if chunk.pins:
+                continue
+            if chunk.dropped:
+                self._dropped.discard(chunk)
+            elif chunk.ready:
+                self._idle[chunk.ref.input_key] = chunk
+                self._idle.move_to_end(chunk.ref.input_key, last=not cold)
+                self._num_idle_blocks += len(chunk.blocks)
+            else:
+                self._remove(chunk)
 
     def _remove(self, chunk: ResidentChunk) -> None:
         """Takes the cache's own reference away."""
@@ -283,7 +298,7 @@ class Residency:
             self.num_adopted_blocks -= len(chunk.blocks)
         if chunk.pins:
             self._dropped.add(chunk)
-        self._pool.release(chunk.blocks)
+        self._pool.release(chunk.block_ids)
 
     def _take(self, num_blocks: int) -> list[int]:
         """Free blocks, evicting the coldest idle chunks where there are too few."""
@@ -297,3 +312,8 @@ class Residency:
         blocks = self._pool.allocate(num_blocks)
         self._kv_cache.clear(blocks)
         return blocks
+
+
+def _block_ids(chunks: Sequence[ResidentChunk]) -> NDArray[np.int64]:
+    none = np.empty(0, dtype=np.int64)
+    return np.concatenate([none, *(chunk.block_ids for chunk in chunks)])

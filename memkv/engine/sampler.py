@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from memkv.engine.staging import to_device
 from memkv.errors import BadRequestError
 
 _MAX_STOPS = 16
@@ -60,46 +62,64 @@ class Sampling:
         _require(valid_stop, "stop", self.stop, f"at most {_MAX_STOPS} texts, none of them empty")
 
 
-def sample(logits: Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[int | None]:
-    """The next token of each row; None where a row has no finite maximum.
+def sample(logits: Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> Tensor:
+    """The next token of each row, on the logits' device and without waiting for it.
 
-    Greedy rows are taken in one pass. Every other row is drawn by itself by inverting its cumulated
-    probabilities at one number of its own generator: its neighbours cannot change what it draws.
+    A row that is not greedy is drawn by inverting its cumulated probabilities at one number of its own
+    generator, row by row: its neighbours cannot change what it draws.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
         samplings: of each row.
         randoms: of each row; untouched where the row is greedy.
+
+    Returns:
+        int64 [num_rows]; -1 where a row has no finite maximum.
     """
-    best, greedy = logits.max(dim=-1)
-    finite = torch.isfinite(best).tolist()
-    tokens: list[int | None] = list(greedy.tolist())
-    for row, sampling in enumerate(samplings):
-        if not finite[row]:
-            tokens[row] = None
-        elif sampling.temperature > 0:
-            tokens[row] = _draw(logits[row].float(), sampling, randoms[row].random())
-    return tokens
+    best, tokens = logits.max(dim=-1)
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    cut = [row for row in drawn if samplings[row].top_k or samplings[row].top_p < 1]
+    for rows, draw in ((cut, _draw_from_likeliest), ([row for row in drawn if row not in cut], _draw)):
+        if rows:
+            settings = [_settings(samplings[row], logits.shape[1], randoms[row].random()) for row in rows]
+            host = (np.array(rows), np.array(settings, dtype=np.float64))
+            index, moved = to_device(host, logits.device)
+            tokens[index] = draw(logits[index].float(), moved)
+    return torch.where(torch.isfinite(best), tokens, -1)
 
 
-def _draw(logits: Tensor, sampling: Sampling, number: float) -> int:
-    """One token of logits [vocab_size], by a number in [0, 1)."""
-    vocab_size = logits.shape[0]
-    kept = min(sampling.top_k, vocab_size) if sampling.top_k else vocab_size
-    ids: Tensor | None = None
-    if kept < vocab_size:
-        logits, ids = logits.topk(kept)
-    elif sampling.top_p < 1:
-        logits, ids = logits.sort(descending=True)
-    # float64: tens of thousands of small probabilities are added up
-    weights = torch.softmax((logits.double() - logits.max()) / sampling.temperature, dim=-1)
+def _settings(sampling: Sampling, vocab_size: int, number: float) -> tuple[float, float, float, float]:
+    """temperature, top_k, top_p, and the number in [0, 1) to draw by."""
+    return sampling.temperature, sampling.top_k or vocab_size, sampling.top_p, number
+
+
+def _draw(logits: Tensor, settings: Tensor) -> Tensor:
+    """One token of each row of logits [n, vocab_size], from all of them."""
+    return _pick(_weights(logits, logits.amax(dim=-1, keepdim=True), settings), settings)
+
+
+def _draw_from_likeliest(logits: Tensor, settings: Tensor) -> Tensor:
+    """One token of each row of logits [n, vocab_size], from its top_k that make up top_p."""
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)  # of equals the first, in any company
+    weights = _weights(logits, logits[:, :1], settings)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    weights = weights.where(rank < settings[:, 1:2], 0.0)
     total = weights.cumsum(dim=-1)
-    if sampling.top_p < 1:
-        inside = int(torch.searchsorted(total, sampling.top_p * float(total[-1]))) + 1
-        total = total[:inside]
-    place = int(torch.searchsorted(total, number * float(total[-1]), right=True))
-    place = min(place, total.shape[0] - 1)
-    return place if ids is None else int(ids[place])
+    inside = total[:, :-1] < settings[:, 2:3] * total[:, -1:]  # as far as the tokens before do not suffice
+    weights[:, 1:] = weights[:, 1:].where(inside, 0.0)
+    return ids.gather(1, _pick(weights, settings)[:, None]).squeeze(1)
+
+
+def _weights(logits: Tensor, best: Tensor, settings: Tensor) -> Tensor:
+    # float64: tens of thousands of small probabilities are added up
+    return torch.exp((logits.double() - best) / settings[:, :1])
+
+
+def _pick(weights: Tensor, settings: Tensor) -> Tensor:
+    """Where each row's cumulated weights pass its number."""
+    total = weights.cumsum(dim=-1)
+    place = torch.searchsorted(total, settings[:, 3:4] * total[:, -1:], right=True).squeeze(1)
+    return place.clamp_max(weights.shape[1] - 1)
 
 
 def _is_int(value: object) -> bool:

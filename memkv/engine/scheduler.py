@@ -10,7 +10,9 @@ the foremost job takes blocks, so those that hold some can always finish.
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import itertools
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from memkv.config import EngineConfig
@@ -31,15 +33,19 @@ class Scheduler:
         self._residency = residency
         self._continuations = continuations
         self._config = config
-        self.waiting: deque[Sequence] = deque()
-        self.loading: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.loading: dict[Sequence, None] = {}
+        self.running: dict[Sequence, None] = {}
         self.jobs: deque[PrefillJob] = deque()
         self.fills: list[ChunkFill] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some wait no longer
+        self._numbers = itertools.count()
+        self._blocked: tuple[Task, int] | None = None  # who did not fit, and after how many changes
 
     def add(self, task: Task) -> None:
         if isinstance(task, Sequence):
-            self.waiting.append(task)
+            self.waiting[task] = None
+            heapq.heappush(self._deadlines, (task.deadline, next(self._numbers), task))
         else:
             self.jobs.append(task)
 
@@ -49,8 +55,7 @@ class Scheduler:
             self.jobs.remove(task)
             return
         for place in (self.waiting, self.loading, self.running):
-            if task in place:
-                place.remove(task)
+            place.pop(task, None)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -64,7 +69,7 @@ class Scheduler:
 
     def foremost(self) -> Task | None:
         """Who is to get blocks next."""
-        head = self.waiting[0] if self.waiting and self._num_admitted < self._config.max_running else None
+        head = next(iter(self.waiting), None) if self._num_admitted < self._config.max_running else None
         job = next((job for job in self.jobs if not job.all_started), None)
         if job is not None and sum(each.active_tokens for each in self.jobs) >= self._config.max_batch_tokens:
             job = None  # enough chunks are under way to fill a step
@@ -78,6 +83,13 @@ class Scheduler:
         Raises:
             InternalServerError: a chunk's key stands for other tokens than the resident chunk's.
         """
+        if self._blocked == (task, self._residency.num_changes):
+            return None
+        pin = self._start(task, now)
+        self._blocked = (task, self._residency.num_changes) if pin is None else None
+        return pin
+
+    def _start(self, task: Task, now: float) -> Pin | None:
         if isinstance(task, PrefillJob):
             wanted = task.wanted()
             if not self._residency.fits(wanted):
@@ -91,8 +103,8 @@ class Scheduler:
             if self._residency.fits(placement.refs, placement.num_private_blocks):
                 pin = task.start(arrangement, self._residency, now)
                 self._continuations.touch(ref.input_key for ref in placement.refs)
-                self.waiting.remove(task)
-                self.loading.append(task)
+                del self.waiting[task]
+                self.loading[task] = None
                 return pin
         return None
 
@@ -100,20 +112,20 @@ class Scheduler:
         """Lets those run whose chunks are all in place."""
         for sequence in [each for each in self.loading if all(pin.is_ready for pin in each.pins)]:
             sequence.begin(now)
-            self.loading.remove(sequence)
-            self.running.append(sequence)
+            del self.loading[sequence]
+            self.running[sequence] = None
 
     def expired(self, now: float) -> list[Task]:
         """Those who have waited for blocks for too long."""
-        tasks: list[Task] = [sequence for sequence in self.waiting if now >= sequence.deadline]
+        tasks: list[Task] = []
+        while self._first_deadline() <= now:
+            tasks.append(heapq.heappop(self._deadlines)[2])
         tasks.extend(job for job in self.jobs if now >= self._job_deadline(job))
         return tasks
 
     def next_deadline(self) -> float:
         """When `expired` may have something new to say."""
-        deadlines = [sequence.deadline for sequence in self.waiting]
-        deadlines.extend(self._job_deadline(job) for job in self.jobs)
-        return min(deadlines, default=float("inf"))
+        return min([self._first_deadline(), *map(self._job_deadline, self.jobs)])
 
     def take_idle_fills(self) -> list[ChunkFill]:
         """Removes the fills that nobody waits for any more."""
@@ -166,6 +178,12 @@ class Scheduler:
     @property
     def _num_admitted(self) -> int:
         return len(self.loading) + len(self.running)
+
+    def _first_deadline(self) -> float:
+        """Of those who wait."""
+        while self._deadlines and self._deadlines[0][2] not in self.waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def _job_deadline(self, job: PrefillJob) -> float:
         if job.blocked_since is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Self
 
@@ -36,14 +37,18 @@ class TokenRun:
         self.table = table
         self.done = 0
         self._count = len(token_ids)
-        self._num_entries = sum(len(segment.blocks) for segment in table.segments)
-        self._segments = np.empty((len(table.segments), 4), dtype=np.int32)
+        blocks = [segment.blocks for segment in table.segments]
+        first = [0, *itertools.accumulate(map(len, blocks))]
+        self._num_entries = first.pop()
+        self._segments = np.array(
+            [
+                (entry, segment.num_tokens, segment.position, segment.stored_position)
+                for entry, segment in zip(first, table.segments, strict=True)
+            ],
+            dtype=np.int32,
+        )
         self._entries = np.empty(self._num_entries + -(-room // table.block_size), dtype=np.int32)
-        first = 0
-        for index, segment in enumerate(table.segments):
-            self._segments[index] = (first, segment.num_tokens, segment.position, segment.stored_position)
-            self._entries[first : first + len(segment.blocks)] = segment.blocks
-            first += len(segment.blocks)
+        self._entries[: self._num_entries] = list(itertools.chain.from_iterable(blocks))
         self._tokens = np.empty((3, self._count + room), dtype=np.int64)  # ids, positions, slots
         self._tokens[0, : self._count] = token_ids
         self._tokens[1, : self._count] = positions
@@ -52,8 +57,10 @@ class TokenRun:
     @classmethod
     def of_private(cls, table: BlockTable, ids: Int64s, room: int = 0) -> Self:
         """All tokens in private blocks of a table over the tokens `ids`."""
-        private = [np.arange(each.position, each.end) for each in table.segments if each.private]
-        positions = np.concatenate(private)
+        private = [(each.position, each.num_tokens) for each in table.segments if each.private]
+        starts, lengths = np.array(private, dtype=np.int64).T
+        ends = lengths.cumsum()
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
         return cls(table, ids[positions], positions, room)
 
     @property

@@ -12,7 +12,7 @@ queries that enter the segment rotate by the negative of that difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class BlockTable:
             self._part(old, a, b) for a, b in ((0, first), (first, last), (last, len(old.blocks)))
         )
         assert middle is not None
-        private = replace(middle, blocks=tuple(fresh), stored_position=middle.position, private=True)
+        at = middle.position
+        private = Segment(tuple(fresh), middle.num_tokens, at, at, private=True)
         self._segments[index : index + 1] = [s for s in (head, private, tail) if s is not None]
         return list(middle.blocks)
 
@@ -92,7 +93,13 @@ class BlockTable:
         """Adds tokens, and the blocks they need, to the last segment, which must be private."""
         last = self._segments[-1]
         assert last.private, "bug: only a private segment grows"
-        grown = replace(last, num_tokens=last.num_tokens + num_tokens, blocks=last.blocks + tuple(blocks))
+        grown = Segment(
+            last.blocks + tuple(blocks),
+            last.num_tokens + num_tokens,
+            last.position,
+            last.position,
+            private=True,
+        )
         self._check(grown)
         self._segments[-1] = grown
 

@@ -153,6 +153,8 @@ class Driver:
         self.settle()
         if self.lane.has_generations and kind != "fill":
             self.do(self.lane.generation_work())
+            if (collect := self.lane.collect_work()) is not None:
+                self.do(collect)
         elif self.lane.has_fills and kind != "generation":
             self.do(self.lane.fill_work(shared=False))
         else:

@@ -128,7 +128,7 @@ def test_a_cancelled_job_gives_everything_back(driver: Driver) -> None:
     job = driver.submit_job(*(driver.prompts.chunk(60, f"c{i}") for i in range(4)))
     for _ in range(2):
         driver.settle()
-        driver.lane.pace.tokens_per_second = 50.0  # short steps, so that it is caught in the middle
+        driver.lane.steps.pace.tokens_per_second = 50.0  # short steps, so that it is caught in the middle
         driver.step("fill")
     assert driver.lane.has_fills
     driver.lane.cancel(job)
@@ -157,7 +157,7 @@ def test_what_a_query_waits_for_is_computed_before_the_rest_of_a_job() -> None:
     driver.settle()
     query = driver.submit(chunks[17])
     driver.settle()
-    driver.lane.pace.tokens_per_second = 1.0
+    driver.lane.steps.pace.tokens_per_second = 1.0
     driver.step("fill")
     assert query in driver.lane.scheduler.running
     driver.finish(query)
@@ -211,6 +211,6 @@ def test_background_steps_are_short_while_a_query_waits() -> None:
     driver.submit_job(*(driver.prompts.chunk(60, f"c{i}") for i in range(20)))
     driver.settle()
     for shared, tokens in ((True, 150), (False, 500)):
-        driver.lane.pace.tokens_per_second = 1000.0
+        driver.lane.steps.pace.tokens_per_second = 1000.0
         driver.do(driver.lane.fill_work(shared=shared))
         assert driver.runner.batches[-1].num_tokens == tokens

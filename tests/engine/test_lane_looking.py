@@ -80,8 +80,8 @@ def test_it_looks_chooses_and_computes(driver: Driver) -> None:
     assert result.usage.looked_tokens == 7
     assert result.usage.cached_tokens == 13 + 40 + 18 + 32
     assert result.usage.blocks_fresh == 3 + 1
-    assert driver.lane.counters.looked_tokens == 7
-    assert driver.lane.counters.prefilled_tokens == 2 * SIZE + 1 + 7
+    assert driver.lane.steps.counters.looked_tokens == 7
+    assert driver.lane.steps.counters.prefilled_tokens == 2 * SIZE + 1 + 7
     driver.assert_idle()
 
 

@@ -16,7 +16,7 @@ def prompt_tokens(batch: Batch) -> int:
 
 
 def fix_pace(driver: Driver, tokens_per_second: float) -> None:
-    pace = driver.lane.prompt_pace
+    pace = driver.lane.steps.prompt_pace
     pace.tokens_per_second = tokens_per_second
     pace.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]
 
@@ -81,6 +81,6 @@ def test_a_look_and_what_follows_it_are_taken_in_parts_too(driver: Driver) -> No
 
 def test_little_steps_do_not_count_as_slow(driver: Driver) -> None:
     driver.finish(driver.submit(tail=20, max_tokens=9))
-    assert driver.lane.prompt_pace.tokens_per_second == 0.0
+    assert driver.lane.steps.prompt_pace.tokens_per_second == 0.0
     driver.finish(driver.submit(tail=200, max_tokens=9))
-    assert driver.lane.prompt_pace.tokens_per_second > 0.0
+    assert driver.lane.steps.prompt_pace.tokens_per_second > 0.0
