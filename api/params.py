@@ -47,6 +47,7 @@ JobStatusFilter = Annotated[JobStatus | None, QueryParameter(description="Only j
 CollectionFilter = Annotated[
     str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only jobs of this collection")
 ]
+SnapshotId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the snapshot")]
 FileKey = Annotated[
     str,
     PathParameter(

@@ -599,3 +599,24 @@ class StoreCollection(Request, frozen=True, kw_only=True):
 
     collection: Name
     dry_run: bool = False
+
+
+class Snapshot(Reply, frozen=True, kw_only=True):
+    """The store as it was at one moment; block files are shared with it, not copied."""
+
+    id: str
+    time: str
+    store_id: str
+    dialect: str
+    generation: int
+    kv_files: int
+    kv_bytes: int
+    database_bytes: int
+
+
+class SnapshotList(Reply, frozen=True, kw_only=True):
+    data: list[Snapshot]
+
+
+class SnapshotCreate(Request, frozen=True, kw_only=True):
+    """Nothing is to be said of it."""

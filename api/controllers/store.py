@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from litestar import Controller, Response, get, post
+from litestar import Controller, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
@@ -18,6 +18,7 @@ from memkv.api.params import (
     FilesOfCollection,
     Limit,
     Order,
+    SnapshotId,
     UnusedOnly,
     page_request,
 )
@@ -25,6 +26,9 @@ from memkv.api.params import (
 from memkv.wire import (
     Page,
     Quarantine,
+    Snapshot,
+    SnapshotCreate,
+    SnapshotList,
     StoreChange,
     StoreCollection,
     StoreCompact,
@@ -171,6 +175,30 @@ class StoreController(Controller):
         self, data: JSONBody[StoreCollection], calls: NamedDependency[MemoryCalls]
     ) -> Response[StoreWork]:
         return await _work(calls, lambda memory: memory.reprefill(data))
+
+    @get("/snapshots", summary="List snapshots", operation_id="list_snapshots", responses=problems())
+    async def snapshots(self, calls: NamedDependency[MemoryCalls]) -> SnapshotList:
+        return await calls.run(lambda memory: memory.admin.snapshots())
+
+    @post(
+        "/snapshots",
+        summary="Keep the store as it is now",
+        operation_id="create_snapshot",
+        responses=problems(404, 409, 413, 415, 507),
+    )
+    async def create_snapshot(
+        self, data: JSONBody[SnapshotCreate], calls: NamedDependency[MemoryCalls]
+    ) -> Snapshot:
+        return await calls.run(lambda memory: memory.admin.create_snapshot())
+
+    @delete(
+        "/snapshots/{snapshot_id:str}",
+        summary="Delete a snapshot",
+        operation_id="delete_snapshot",
+        responses=problems(404),
+    )
+    async def delete_snapshot(self, snapshot_id: SnapshotId, calls: NamedDependency[MemoryCalls]) -> None:
+        await calls.run(lambda memory: memory.admin.delete_snapshot(snapshot_id))
 
 
 async def _work(calls: MemoryCalls, call: Callable[[Memory], StoreWork]) -> Response[StoreWork]:

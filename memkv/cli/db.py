@@ -1,18 +1,21 @@
-"""`memkv db upgrade|current`."""
+"""`memkv db upgrade|downgrade|current|check|backup`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from memkv.cli.output import Output, output_options
+from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.target import Target, embedded_options
 
 if TYPE_CHECKING:
     from memkv.config import Config
+    from memkv.store.database import Database
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def db() -> None:
 @embedded_options
 @output_options
 def upgrade(target: Target, out: Output) -> None:
-    """Bring the schema to what this memkv needs. Back the database up first."""
+    """Bring the schema to what this memkv needs. Back the database up first: memkv db backup FILE."""
     from memkv.store import Store
 
     config = target.config()
@@ -71,6 +74,105 @@ def current(ctx: click.Context, target: Target, out: Output) -> None:
     if found is not None and found.current not in (None, found.head):
         out.note("run: memkv db upgrade")
         ctx.exit(1)
+
+
+@db.command()
+@click.argument("revision")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@embedded_options
+@output_options
+def downgrade(revision: str, yes: bool, target: Target, out: Output) -> None:
+    """Bring the schema back to an older REVISION, for an older memkv. What it cannot hold is lost.
+
+    Needs the store for itself. Back the database up first: memkv db backup FILE.
+    """
+    from contextlib import ExitStack
+
+    from memkv.store.lock import StoreLock, take_advisory_lock
+    from memkv.store.schema import downgrade_schema
+
+    config = target.config()
+    if not yes:
+        click.confirm(f"Bring the database back to revision {revision}?", abort=True, err=True)
+    with ExitStack() as held:
+        database = held.enter_context(existing_database(config))
+        held.callback(StoreLock(Path(config.store.data_dir) / "lock").release)
+        take_advisory_lock(database, held, patience=config.store.busy_seconds)
+        found = downgrade_schema(database, revision)
+    out.fields(
+        {"before": found.current, "now": revision}, [("before", found.current or "empty"), ("now", revision)]
+    )
+
+
+@db.command()
+@embedded_options
+@output_options
+@click.pass_context
+def check(ctx: click.Context, target: Target, out: Output) -> None:
+    """Check the database: its own checks, the settings that durability rests on, the schema table by table.
+
+    May run beside a server. Exit code 1 where something is wrong.
+    """
+    from memkv.store.schema import schema_differences, schema_revision
+    from memkv.store.store import durability_warnings
+
+    with existing_database(target.config()) as database:
+        settings = database.settings()
+        revision = schema_revision(database)
+        problems = [f"damage: {line}" for line in database.find_damage()]
+        if revision.is_current:
+            problems += [f"schema: {line}" for line in schema_differences(database)]
+        else:
+            problems.append(f"schema: {revision.current or 'empty'}, needed is {revision.head}")
+        warnings = durability_warnings(settings)
+        size = database.size()
+    out.fields(
+        {"problems": problems, "warnings": warnings, "settings": settings, "bytes": size},
+        [
+            ("size", bytes_text(size)),
+            ("settings", ", ".join(f"{key} {value}" for key, value in settings.items())),
+            *(("warning", warning) for warning in warnings),
+            *(("problem", problem) for problem in problems),
+            ("result", counted(len(problems), "problem") if problems else "no problems"),
+        ],
+    )
+    ctx.exit(1 if problems else 0)
+
+
+@db.command()
+@click.argument("copy", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False))
+@embedded_options
+@output_options
+def backup(copy: Path, target: Target, out: Output) -> None:
+    """Write the database, as it is now, to a new FILE. May run beside a server.
+
+    Texts, vectors and everything else that cannot be made again are in it. SQLite: put the file in the place
+    of memkv.db; PostgreSQL: pg_restore reads it.
+    """
+    from memkv.store.backup import back_up
+
+    with existing_database(target.config()) as database:
+        size = back_up(database, copy)
+    out.fields({"file": str(copy), "bytes": size}, [("backup", f"{copy} ({bytes_text(size)})")])
+
+
+@contextmanager
+def existing_database(config: Config) -> Iterator[Database]:
+    """The database, without the store's lock. Raises `ConfigError` where there is none yet."""
+    from memkv.errors import ConfigError
+    from memkv.store.database import Database, parse_database_url
+
+    url = parse_database_url(config.store.database_url or None, Path(config.store.data_dir).absolute())
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+        raise ConfigError(
+            f"there is no database at {url.database}",
+            hint="give --data-dir DIR, or make one: memkv db upgrade",
+        )
+    database = Database(url, busy_seconds=config.store.busy_seconds)
+    try:
+        yield database
+    finally:
+        database.close()
 
 
 def inspect_database(config: Config) -> DatabaseState | None:

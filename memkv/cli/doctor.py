@@ -9,7 +9,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -36,24 +37,37 @@ class Finding:
     Attributes:
         detail: what was found.
         fix: the command, or the sentence, that mends it; empty where nothing is to mend.
+        mend: what `--fix` does about it; None where that is left to people.
     """
 
     name: str
     state: State
     detail: str
     fix: str = ""
+    mend: Callable[[], object] | None = None
 
 
 @click.command()
+@click.option(
+    "--fix",
+    is_flag=True,
+    help="Mend what can be mended: install missing models, upgrade the schema after a backup, mend modes.",
+)
 @embedded_options
 @output_options
 @click.pass_context
-def doctor(ctx: click.Context, target: Target, out: Output) -> None:
+def doctor(ctx: click.Context, fix: bool, target: Target, out: Output) -> None:
     """Check this installation and say how to mend it. Exit code 1 where something does not work."""
     config = target.config()
     found = [finding for check in CHECKS for finding in check(config)]
+    if fix and any(finding.mend for finding in found):
+        for finding in found:
+            if finding.mend is not None:
+                out.note(f"mending {finding.name}: {finding.detail}")
+                finding.mend()
+        found = [finding for check in CHECKS for finding in check(config)]
     if out.is_json:
-        out.json([asdict(finding) for finding in found])
+        out.json([_plain(finding) for finding in found])
     else:
         width = max(len(finding.name) for finding in found)
         for finding in found:
@@ -64,6 +78,10 @@ def doctor(ctx: click.Context, target: Target, out: Output) -> None:
             if finding.fix:
                 click.echo(f"{' ' * (width + 4)}{click.style('fix:', bold=True)} {printable(finding.fix)}")
     ctx.exit(1 if any(finding.state == "failed" for finding in found) else 0)
+
+
+def _plain(finding: Finding) -> dict[str, object]:
+    return {name: getattr(finding, name) for name in ("name", "state", "detail", "fix")}
 
 
 def check_python(config: Config) -> Iterator[Finding]:
@@ -158,12 +176,18 @@ def check_database(config: Config) -> Iterator[Finding]:
     settings = ", ".join(f"{key} {value}" for key, value in found.settings.items())
     yield Finding("database", "ok", settings)
     if found.current not in (None, found.head):
-        yield Finding("schema", "failed", f"{found.current}, needed is {found.head}", "memkv db upgrade")
+        yield Finding(
+            "schema",
+            "failed",
+            f"{found.current}, needed is {found.head}",
+            "memkv db upgrade",
+            partial(_upgrade, config, str(found.current)),
+        )
 
 
 def check_models(config: Config) -> Iterator[Finding]:
     try:
-        from memkv.model.install import KNOWN_MODELS, resolve
+        from memkv.model.install import KNOWN_MODELS, install, resolve
     except ImportError as error:
         yield Finding("models", "failed", f"cannot be looked up: {error}", "pip install 'memkv[cpu]'")
         return
@@ -172,8 +196,10 @@ def check_models(config: Config) -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", f"{chosen} in {resolve(chosen, root)}")
         except MemKVError as error:
-            fix = f"memkv models install {chosen}" if chosen in KNOWN_MODELS else error.hint
-            yield Finding(name, "failed", error.detail, fix)
+            known = chosen in KNOWN_MODELS
+            fix = f"memkv models install {chosen}" if known else error.hint
+            mend = partial(install, chosen, root) if known else None
+            yield Finding(name, "failed", error.detail, fix, mend)
 
 
 def check_disk(config: Config) -> Iterator[Finding]:
@@ -189,6 +215,47 @@ def check_disk(config: Config) -> Iterator[Finding]:
         yield Finding("disk", "failed", detail, "free some space, or give --data-dir DIR on another disk")
     else:
         yield Finding("disk", "ok", detail)
+
+
+def check_modes(config: Config) -> Iterator[Finding]:
+    """KV and texts are as secret as each other: the data directory is its owner's alone."""
+    directory = Path(config.store.data_dir).absolute()
+    if not directory.is_dir():
+        return
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        yield Finding(
+            "owner",
+            "warning",
+            f"{directory} is a link, or another user's",
+            "give --data-dir DIR, a directory of your own",
+        )
+    if directory.stat().st_mode & 0o077:
+        yield Finding(
+            "modes",
+            "warning",
+            f"{directory} is open to other users",
+            f"chmod go= {directory}",
+            partial(directory.chmod, 0o700),
+        )
+    else:
+        yield Finding("modes", "ok", f"{directory} is its owner's alone")
+
+
+def _upgrade(config: Config, revision: str) -> None:
+    """Backs the database up beside the data, then upgrades it."""
+    from memkv.cli.db import existing_database
+    from memkv.store import Store
+    from memkv.store.backup import back_up
+
+    directory = Path(config.store.data_dir)
+    with existing_database(config) as database:
+        back_up(database, directory / f"before-upgrade-from-{revision}")
+    Store.open(
+        directory,
+        config.store.database_url or None,
+        upgrade=True,
+        busy_seconds=config.store.busy_seconds,
+    ).close()
 
 
 def check_port(config: Config) -> Iterator[Finding]:
@@ -235,6 +302,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_models,
     check_database,
     check_disk,
+    check_modes,
     check_port,
     check_threads,
 )

@@ -9,6 +9,7 @@ import rich_click as click
 from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.paging import PageOptions, page_options
 from memkv.cli.sizes import SIZE
+from memkv.cli.store_copies import export, import_command, snapshot
 from memkv.cli.store_work import reprefill, verify, warm
 from memkv.cli.target import Target, target_options
 
@@ -211,5 +212,5 @@ def _removed(change: StoreChange) -> str:
     return f"{counted(change.files, 'file')}, {size}" if change.files else size
 
 
-for _command in (verify, warm, reprefill):
+for _command in (verify, warm, reprefill, export, import_command, snapshot):
     store.add_command(_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 import msgspec
 
@@ -22,6 +23,8 @@ from memkv.wire import (
     Page,
     PageRequest,
     Quarantine,
+    Snapshot,
+    SnapshotList,
     StoreChange,
     StoreCollection,
     StoreCompact,
@@ -111,6 +114,18 @@ class Administration:
         files = self._store.catalog.files_of(row.id)
         cost = (len(files), sum(file.num_tokens for file in files), sum(file.num_bytes for file in files))
         return self._queue("warm", row.id, None, request.dry_run, cost)
+
+    def create_snapshot(self) -> Snapshot:
+        """Keeps the store as it is now. Raises what `Snapshots.create` does."""
+        return Snapshot(**asdict(self._store.snapshots.create()))
+
+    def snapshots(self) -> SnapshotList:
+        """What was kept, the oldest first."""
+        return SnapshotList(data=[Snapshot(**asdict(found)) for found in self._store.snapshots.list()])
+
+    def delete_snapshot(self, snapshot_id: str) -> None:
+        """Raises `NotFoundError`."""
+        self._store.snapshots.delete(snapshot_id)
 
     def _queue(
         self,

@@ -40,6 +40,9 @@ _RETRY_SECONDS = 1.0
 _IDLE_SECONDS = 60.0
 _EMBED_TEXTS = 2  # between two steps of the engine: an answer under way waits for no more
 
+# What torch, numpy and the text's own code raise where a document is more than they can do.
+_FAULTS = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
+
 Vectors = dict[str, NDArray[np.float32]]  # by the chunk's text
 
 
@@ -139,7 +142,7 @@ class Ingestion:
             jobs.finish(job.id, "failed", error=stored_problem(error))
             return
         items = jobs.items(job.tenant, job.id)
-        sizes = {item.document_id: item.text_bytes for item in items if item.status == "queued"}
+        sizes = {item.document_id: item.text_bytes for item in items if item.status in ("queued", "running")}
         total = sum(item.text_bytes for item in items)
         run = _Run(job, collection, sizes, total, finished=total - sum(sizes.values()))
         try:
@@ -157,23 +160,31 @@ class Ingestion:
             jobs.finish(job.id, "failed" if every else "partial", counts=asdict(run.counts))
 
     def _groups(self, run: _Run, document_ids: Sequence[str]) -> Iterator[list[_Work]]:
-        """Documents together until their chunks fill a prefill batch."""
+        """Documents together until their chunks fill a prefill batch.
+
+        One by one, and each said beforehand, where the process died of this job before: the next one then
+        knows which document it was.
+        """
         group: list[_Work] = []
+        one_by_one = run.job.attempts > 1
+        most = self._parts.config.ingest.batch_chunks
         for document_id in document_ids:
             if self._parts.store.jobs.is_cancelled(run.job.id):
                 return
             self._stop_if_asked()
+            if one_by_one:
+                self._parts.store.jobs.start_item(run.job.id, document_id)
             work = self._chunk(run, document_id)
             if work is not None:
                 group.append(work)
-            if sum(len(work.chunks) for work in group) >= self._parts.config.ingest.batch_chunks:
+            if one_by_one or sum(len(work.chunks) for work in group) >= most:
                 yield group
                 group = []
         if group:
             yield group
 
     def _chunk(self, run: _Run, document_id: str) -> _Work | None:
-        """None where the document was deleted while it waited."""
+        """None where the document was deleted while it waited, or cannot be cut."""
         catalog, row = self._parts.store.catalog, run.collection.row
         self._progress(run, "chunking")
         try:
@@ -185,10 +196,17 @@ class Ingestion:
         if run.job.kind == "reprefill":
             stored = catalog.chunks_of(row.tenant, document_id)
             return _Work(document, revision, stored, [chunk.input_key for chunk in stored])
-        chunks = chunk_text(text, document.title, self._parts.tokenizer, row.max_chunk_tokens)
+        try:
+            chunks = chunk_text(text, document.title, self._parts.tokenizer, row.max_chunk_tokens)
+        except _FAULTS as error:
+            self._fail(run, [_Work(document, revision, [], [])], _fault(error))
+            return None
         return _Work(document, revision, chunks, [run.collection.key(chunk.token_ids) for chunk in chunks])
 
     def _process(self, run: _Run, group: Sequence[_Work]) -> None:
+        """Makes a group ready; where it fails, each document alone: one does not fail its neighbours."""
+        if not group:
+            return
         again = run.job.kind == "reprefill"
         try:
             vectors = {} if again else self._embed(run, group)
@@ -196,12 +214,13 @@ class Ingestion:
                 self._prefill(run, group)
         except (EngineClosed, DatabaseUnavailable, DatabaseDamaged, StoreFenced):
             raise  # not the documents' fault: the job stays
-        except MemKVError as error:
-            self._fail(run, group, error)
-            return
-        except (RuntimeError, ValueError, MemoryError) as error:  # what torch and numpy raise
-            _log.exception("ingest_failed")
-            self._fail(run, group, InternalServerError(f"ingest failed: {type(error).__name__}"))
+        except (MemKVError, *_FAULTS) as error:
+            if len(group) == 1:
+                self._fail(run, group, error if isinstance(error, MemKVError) else _fault(error))
+            else:
+                for work in group:
+                    self._stop_if_asked()
+                    self._process(run, [work])
             return
         for work in group:
             if again:
@@ -322,3 +341,8 @@ class Ingestion:
     def _stop_if_asked(self) -> None:
         if self._stopping.is_set():
             raise _Stopped
+
+
+def _fault(error: BaseException) -> InternalServerError:
+    _log.error("ingest_failed", exc_info=error)
+    return InternalServerError(f"ingest failed: {type(error).__name__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import msgspec
 
@@ -21,6 +22,7 @@ from memkv.memory.answering import Answering, QueryStream
 from memkv.memory.collections import Collections, require_same_settings
 from memkv.memory.estimation import Estimation, TitledText
 from memkv.memory.gate import choose_policy
+from memkv.memory.importing import Imported, import_archive
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.parts import Parts
 from memkv.memory.recomputation import recompute
@@ -28,6 +30,7 @@ from memkv.memory.renewal import reprefill, resume_starved
 from memkv.memory.replies import accepted_reply
 from memkv.memory.retrieval import Retrieval
 from memkv.memory.stored import StoredMemory, require_valid
+from memkv.memory.transfer import Tell
 from memkv.store.rows import DEFAULT_TENANT, DocumentRow, NewDocument
 from memkv.store.verification import Recomputed
 from memkv.text.reader import SourceText, accept_text, clean_question, read_text
@@ -249,6 +252,28 @@ class Memory(StoredMemory):
         """
         require_valid(request)
         return reprefill(self._parts, self._collections, request, tenant)
+
+    def import_archive(
+        self,
+        path: Path,
+        *,
+        with_kv: bool = False,
+        dry_run: bool = False,
+        on_progress: Tell | None = None,
+    ) -> Imported:
+        """Takes the collections of an archive over; returns when they are ready. Trusts nothing in it.
+
+        Args:
+            with_kv: take KV for the very tokens that its texts give here, whoever made the archive.
+
+        Raises:
+            BadRequestError: the archive is refused.
+            ConflictError: a collection of the name exists with other settings.
+        """
+        tell = on_progress or (lambda name, documents: None)
+        return import_archive(
+            self, self._parts, self._collections, path, with_kv=with_kv, dry_run=dry_run, tell=tell
+        )
 
     def _drop(self, input_keys: Iterable[str]) -> None:
         self._parts.engine.drop(input_keys)

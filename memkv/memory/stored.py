@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -21,6 +21,7 @@ from memkv.memory.replies import (
     page_rows,
     stats_reply,
 )
+from memkv.memory.transfer import Exported, Tell, export_collections
 from memkv.store import Store
 from memkv.store.filters import parse_filter
 from memkv.store.quota import Caps
@@ -183,6 +184,18 @@ class StoredMemory:
     ) -> StoreVerification:
         """Compares database and files in the caller's thread; `full` reads every byte. Mends nothing."""
         return self._maintenance.verify(StoreVerify(full=full), on_progress or (lambda done, total: None))
+
+    def export(
+        self,
+        path: Path,
+        collections: Sequence[str] = (),
+        *,
+        with_kv: bool = False,
+        on_progress: Tell | None = None,
+    ) -> Exported:
+        """Writes collections, or all, to a new archive. Raises `CollectionNotFound`, `ConfigError`."""
+        tell = on_progress or (lambda name, documents: None)
+        return export_collections(self._store, path, collections, with_kv=with_kv, tell=tell)
 
     def store_stats(self) -> StoreStats:
         return stats_reply(self._store.stats(), self._pool(), self._stale())

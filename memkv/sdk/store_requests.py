@@ -12,6 +12,9 @@ from memkv.wire import (
     PageRequest,
     Quarantine,
     Request,
+    Snapshot,
+    SnapshotCreate,
+    SnapshotList,
     StoreChange,
     StoreCollection,
     StoreCompact,
@@ -102,6 +105,39 @@ def compact(*, dry_run: bool = False) -> Call[StoreChange]:
     """Gives the space of deleted rows back to the disk of the database."""
     wanted = StoreCompact(dry_run=dry_run)
     return _change("/v1/store/compact", wanted, lambda memory: memory.admin.compact(wanted))
+
+
+def create_snapshot() -> Call[Snapshot]:
+    """Keeps the store as it is now: a copy of the database, and links to the block files."""
+    return Call(
+        method="POST",
+        path="/v1/store/snapshots",
+        reply=Snapshot,
+        body=SnapshotCreate(),
+        local=lambda memory: memory.admin.create_snapshot(),
+        repeatable=False,
+    )
+
+
+def list_snapshots() -> Call[SnapshotList]:
+    """What was kept, the oldest first."""
+    return Call(
+        method="GET",
+        path="/v1/store/snapshots",
+        reply=SnapshotList,
+        local=lambda memory: memory.admin.snapshots(),
+    )
+
+
+def delete_snapshot(snapshot_id: str) -> Call[None]:
+    """Raises `NotFoundError`."""
+    return Call(
+        method="DELETE",
+        path=f"/v1/store/snapshots/{segment(snapshot_id)}",
+        reply=None,
+        local=lambda memory: memory.admin.delete_snapshot(snapshot_id),
+        repeatable=False,
+    )
 
 
 def start_verify(wanted: StoreVerify) -> Call[StoreWork]:

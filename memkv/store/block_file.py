@@ -104,14 +104,26 @@ def file_digest(parts: Sequence[bytes | bytearray | memoryview]) -> str:
 def read_block_file(path: Path, identity: BlockFileIdentity, expected_digest: str) -> ChunkKV | Damage:
     """The KV in a file, every byte verified before any is returned. Never raises for what the file holds."""
     data = read_file(path, size=identity.file_bytes)
-    if isinstance(data, Damage):
-        return data
+    return data if isinstance(data, Damage) else decode_block_file(data, identity, expected_digest)
+
+
+def decode_block_file(
+    data: bytes | bytearray, identity: BlockFileIdentity, expected_digest: str
+) -> ChunkKV | Damage:
+    """The same for the bytes of a file."""
+    if len(data) != identity.file_bytes:
+        return Damage("size", f"{len(data)} bytes, not {identity.file_bytes}")
     view = memoryview(data).toreadonly()
     header, blocks = view[: identity.header_bytes], view[identity.header_bytes :]
     damage = _check_header(header, identity)
     if damage is None and file_digest([view]) != expected_digest:
         damage = _locate_damage(header, blocks, identity)
     return damage or ChunkKV(identity.layout, identity.num_tokens, blocks)
+
+
+def token_digest_of(header: bytes) -> bytes:
+    """What the beginning of a file says it was made of; nothing is checked."""
+    return header[80:112]
 
 
 def check_block_file(path: Path, row: KVFileRow) -> Damage | None:

@@ -153,6 +153,25 @@ def abandon_jobs(connection: Connection, tenant: str, collection_id: str) -> Non
     connection.execute(update(Job).where(*own, Job.status == "running").values(cancel_requested=1))
 
 
+def give_up_documents(connection: Connection, job_id: str) -> bool:
+    """Fails the documents that were worked on whenever the process died, and lets the job begin anew with
+    the others; False where none is known.
+    """
+    running = (JobDocument.job_id == job_id, JobDocument.status == "running")
+    poison = list(connection.execute(select(JobDocument.document_id).where(*running)).scalars())
+    if not poison:
+        return False
+    connection.execute(update(JobDocument).where(*running).values(status="failed", error=GIVEN_UP))
+    connection.execute(
+        update(Document)
+        .where(Document.id.in_(poison), Document.status == "pending")
+        .values(status="failed", error=GIVEN_UP, updated_at=now())
+    )
+    # Not from zero: the rest is still worked on one by one.
+    connection.execute(update(Job).where(Job.id == job_id).values(attempts=1))
+    return True
+
+
 def end_job(connection: Connection, job_id: str, status: str, values: Mapping[str, Any]) -> None:
     connection.execute(
         update(Job)

@@ -76,7 +76,7 @@ class UpkeepStatements:
         with self._database.read() as connection:
             row = connection.execute(statement.limit(1)).first()
         if row is None:
-            raise NotFoundError("no chunk has this key")
+            raise NotFoundError("no chunk has this key", hint="memkv store gc removes files of such keys")
         return KeyedChunk(*row)
 
     def files_of(self, collection_id: str) -> list[KVFileRow]:

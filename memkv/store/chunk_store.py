@@ -181,6 +181,10 @@ class ChunkStore:
         named = {file_name(row.input_key, row.file_digest) for row in rows}
         return Recovered(drafts, len(missing), len(listing.names - named))
 
+    def path(self, row: KVFileRow) -> Path:
+        """Where a row's file stands."""
+        return self._directory.path(row)
+
     def check(self, row: KVFileRow, *, full: bool) -> Damage | None:
         """What is wrong with a row's file; None where nothing is."""
         path = self._directory.path(row)

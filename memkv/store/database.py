@@ -57,6 +57,10 @@ class Database:
         event.listen(self._engine, "handle_error", _raise_ours)
 
     @property
+    def url(self) -> URL:
+        return self._engine.url
+
+    @property
     def is_sqlite(self) -> bool:
         return self.dialect == "sqlite"
 
@@ -161,20 +165,27 @@ class Database:
                 with self.hold_connection() as connection:
                     connection.exec_driver_sql("VACUUM (ANALYZE)")
                 return
-            pooled = self._engine.raw_connection()
-            try:
-                # On the driver itself, which begins no transaction: VACUUM runs outside of any.
-                for statement in ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
-                    pooled.cursor().execute(statement)
-            except sqlite_driver.Error as error:
-                raise translate(error) or error from error
-            finally:
-                pooled.close()
+            self._run_outside("VACUUM", ())
+            self._run_outside("PRAGMA wal_checkpoint(TRUNCATE)", ())
+
+    def copy_to(self, path: Path) -> None:
+        """Writes an SQLite database, as it is now, to a new file."""
+        self._run_outside("VACUUM INTO ?", (str(path),))
 
     def close(self) -> None:
         """Whatever comes later is refused: the store's lock is about to go."""
         self._closed = True
         self._engine.dispose()
+
+    def _run_outside(self, statement: str, parameters: tuple[str, ...]) -> None:
+        """On SQLite's driver itself, which begins no transaction: VACUUM runs outside of any."""
+        pooled = self._engine.raw_connection()
+        try:
+            pooled.cursor().execute(statement, parameters)
+        except sqlite_driver.Error as error:
+            raise translate(error) or error from error
+        finally:
+            pooled.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -291,4 +302,4 @@ def _postgres_engine(url: URL, busy_seconds: float) -> Engine:
 def _raise_ours(context: ExceptionContext) -> MemKVError | None:
     if context.is_pre_ping:  # a connection that died while it was idle is replaced, not reported
         return None
-    return translate(context.original_exception)
+    return translate(context.original_exception, connecting=context.connection is None)

@@ -32,10 +32,13 @@ _POSTGRES_FULL = {"53100"}
 _POSTGRES_DAMAGED = {"XX001", "XX002", "42P01", "42703"}  # the last two: a table or column is gone
 
 
-def translate(error: BaseException) -> MemKVError | None:
-    """The error of memkv's tree that a driver's `error` stands for; None for a fault of memkv's own."""
+def translate(error: BaseException, *, connecting: bool = False) -> MemKVError | None:
+    """The error of memkv's tree that a driver's `error` stands for; None for a fault of memkv's own.
+
+    `connecting`: there was no connection yet, so that nothing can have been under way.
+    """
     if hasattr(error, "sqlstate"):
-        return _from_postgres(error)
+        return _from_postgres(error, connecting)
     return _from_sqlite(error)
 
 
@@ -68,7 +71,7 @@ def _from_sqlite(error: BaseException) -> MemKVError | None:
     return None
 
 
-def _from_postgres(error: BaseException) -> MemKVError | None:
+def _from_postgres(error: BaseException, connecting: bool) -> MemKVError | None:
     state = getattr(error, "sqlstate", None) or ""
     if state in _POSTGRES_DAMAGED:
         return damaged("PostgreSQL cannot read a table")
@@ -85,6 +88,10 @@ def _from_postgres(error: BaseException) -> MemKVError | None:
             "the database refuses the login, or does not exist", hint="check MEMKV_DATABASE_URL"
         )
     connection_lost = type(error).__name__ in ("OperationalError", "InterfaceError", "AdminShutdown")
+    if connecting and not state and connection_lost:
+        return DatabaseUnavailable(
+            "PostgreSQL does not answer", hint="check that it runs and that MEMKV_DATABASE_URL is right"
+        )
     if state[:2] in ("08", "53", "57", "58") or (not state and connection_lost):
         return DatabaseUnavailable(
             "the connection to the database failed",

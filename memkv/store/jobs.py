@@ -25,6 +25,7 @@ from memkv.store.catalog_jobs import (
     JOB_COLUMNS,
     MAX_ATTEMPTS,
     end_job,
+    give_up_documents,
     insert_job,
     job_row,
 )
@@ -168,6 +169,15 @@ class Jobs:
             asked = connection.execute(select(Job.cancel_requested).where(Job.id == job_id)).scalar()
         return asked != 0
 
+    def start_item(self, job_id: str, document_id: str) -> None:
+        """Says which document is worked on: if the process dies of it, the next one knows which it was."""
+        with self._database.write() as transaction:
+            transaction.connection.execute(
+                update(JobDocument)
+                .where(JobDocument.job_id == job_id, JobDocument.document_id == document_id)
+                .values(status="running")
+            )
+
     def finish_item(
         self,
         job_id: str,
@@ -213,6 +223,11 @@ class Jobs:
                 .where(Job.id == job_id, Job.status == "running")
                 .values(status="queued", attempts=Job.attempts - 1, lease_epoch=None, lease_owner=None)
             )
+            transaction.connection.execute(
+                update(JobDocument)
+                .where(JobDocument.job_id == job_id, JobDocument.status == "running")
+                .values(status="queued")
+            )
         with self._changed:
             self._progress.pop(job_id, None)
         self.announce()
@@ -256,7 +271,8 @@ class Jobs:
     def requeue_left_behind(self) -> tuple[int, int]:
         """At an opening: jobs of earlier epochs are queued again, or given up after `MAX_ATTEMPTS`.
 
-        Returns how many were queued and how many given up.
+        Where the document is known that took the process down each time (`start_item`), only that one is
+        given up. Returns how many jobs were queued and how many given up.
         """
         with self._database.write() as transaction:
             connection = transaction.connection
@@ -269,13 +285,14 @@ class Jobs:
                 .scalars()
                 .all()
             )
-            for job_id in hopeless:
+            given_up = [job_id for job_id in hopeless if not give_up_documents(connection, job_id)]
+            for job_id in given_up:
                 end_job(connection, job_id, "failed", {"error": GIVEN_UP})
             queued = connection.execute(
                 update(Job).where(*left_behind).values(status="queued", lease_epoch=None, lease_owner=None)
             ).rowcount
         self.announce()
-        return queued, len(hopeless)
+        return queued, len(given_up)
 
     def _claim(self, owner: str, kinds: Sequence[str] | None) -> JobRow | None:
         waiting = select(Job.id).where(Job.status == "queued").order_by(Job.sequence, Job.id).limit(1)

@@ -356,6 +356,6 @@ class JobRow:
 @dataclass(frozen=True, slots=True)
 class JobItem:
     document_id: str
-    status: Literal["queued", "succeeded", "failed"]
+    status: Literal["queued", "running", "succeeded", "failed"]
     error: Problem | None
     text_bytes: int  # of the document's text; 0 where it is deleted

@@ -17,7 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect
 
-from memkv.errors import MigrationNeeded
+from memkv.errors import BadRequestError, MigrationNeeded
 from memkv.store.database import Database
 from memkv.store.tables import Base
 
@@ -62,6 +62,38 @@ def require_schema(database: Database, *, upgrade: bool) -> SchemaRevision:
         f"the database has schema {found.current}, this memkv needs {found.head}",
         hint="back the database up, then run: memkv db upgrade",
     )
+
+
+def downgrade_schema(database: Database, revision: str) -> SchemaRevision:
+    """Brings the schema back to an older revision, for an older memkv; returns how it was found.
+
+    What only the newer schema can hold is lost. The caller holds the store's lock.
+
+    Raises:
+        MigrationNeeded: the database is empty, or newer than this program.
+        BadRequestError: there is no such older revision.
+    """
+    with database.unfenced_write() as connection:
+        found = _revision(connection)
+        _require_known(found)
+        if found.current is None:
+            raise MigrationNeeded("the database is empty", hint="there is nothing to downgrade")
+        older = _older_than(found.current)
+        if revision not in older:
+            raise BadRequestError(
+                f"{revision[:32]!r} is no revision older than {found.current}",
+                hint="one of " + ", ".join(older) if older else "it is the first one",
+            )
+        config = _config()
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
+    return found
+
+
+def _older_than(revision: str) -> list[str]:
+    """The revisions before this one, the newest first."""
+    script = ScriptDirectory.from_config(_config())
+    return [found.revision for found in script.walk_revisions(head=revision)][1:]
 
 
 def schema_differences(database: Database) -> list[str]:

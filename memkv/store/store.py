@@ -3,6 +3,7 @@
     memkv.db      the database, unless a PostgreSQL one is named: truth
     blocks/       KV, one immutable file per chunk: derived
     indexes/      vectors, one file per collection: derived
+    snapshots/    copies of the database with links to block files
     tmp/  quarantine/  STORE (id and format, pairs the directory with its database)  lock  reserve
 
 Every operation that concerns more than one of these is a method here, in the order that no kill can break:
@@ -48,6 +49,7 @@ from memkv.store.rows import (
 )
 from memkv.store.schema import SchemaRevision, require_schema, schema_revision
 from memkv.store.search import SearchHit, search_collection
+from memkv.store.snapshots import Snapshots
 from memkv.store.space_reserve import RESERVE_BYTES, SpaceReserve
 from memkv.store.upkeep import Upkeep
 from memkv.store.uses import Uses
@@ -105,6 +107,7 @@ class Store:
         self.indexes = VectorIndexes(data_dir / "indexes", self.temporary_path, self.store_id, self.catalog)
         self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes)
         self.uses = Uses(self.catalog)
+        self.snapshots = Snapshots(data_dir, self.store_id, database, self.catalog)
         self._reserve = reserve
         self._reserve.fill(leaving=RESERVE_BYTES)
         self._held = held
@@ -265,7 +268,7 @@ class Store:
             "data_dir": str(self.data_dir),
             "generation": self.catalog.generation(),
             "database": settings,
-            "warnings": _warnings(settings),
+            "warnings": durability_warnings(settings),
             **self.catalog.totals(),
             "kv_files": files,
             "kv_bytes": size,
@@ -335,7 +338,7 @@ def _check_settings(settings: dict[str, object]) -> None:
         )
 
 
-def _warnings(settings: dict[str, object]) -> list[str]:
+def durability_warnings(settings: dict[str, object]) -> list[str]:
     """What makes this database less durable than it could be."""
     found = []
     if settings["dialect"] == "sqlite":

@@ -290,7 +290,7 @@ class JobDocument(Base):
     )
     ordinal: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     document_id: Mapped[str] = mapped_column(PlainText, index=True)
-    status: Mapped[str] = mapped_column(PlainText)  # queued | succeeded | failed
+    status: Mapped[str] = mapped_column(PlainText)  # queued | running | succeeded | failed
     error: Mapped[dict[str, Any] | None] = mapped_column(JSONText)
 
 

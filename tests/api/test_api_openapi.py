@@ -22,6 +22,8 @@ ROUTES = {
     "/v1/store/quarantine": {"get"},
     "/v1/store/quarantine/purge": {"post"},
     "/v1/store/gc": {"post"},
+    "/v1/store/snapshots": {"get", "post"},
+    "/v1/store/snapshots/{snapshot_id}": {"delete"},
     "/v1/store/evict": {"post"},
     "/v1/store/compact": {"post"},
     "/v1/store/verify": {"post"},

@@ -7,7 +7,18 @@ import msgspec
 import pytest
 from test_api_routes import TEXT, problem, reply
 
-from memkv.wire import Accepted, Job, Page, Quarantine, StoreChange, StoreFile, StoreFileDetail, StoreWork
+from memkv.wire import (
+    Accepted,
+    Job,
+    Page,
+    Quarantine,
+    Snapshot,
+    SnapshotList,
+    StoreChange,
+    StoreFile,
+    StoreFileDetail,
+    StoreWork,
+)
 
 
 @pytest.fixture
@@ -86,3 +97,11 @@ def test_garbage_quarantine_and_compaction(http: httpx2.Client, filled: str) -> 
     files = files_of(http, filled)
     assert msgspec.to_builtins(files[0])["chunks"] == 1
     problem(http.post("/v1/store/gc", json={"all": True}), 400, "bad_request")
+
+
+def test_snapshots(http: httpx2.Client, filled: str) -> None:
+    made = reply(http.post("/v1/store/snapshots", json={}), 201, Snapshot)
+    assert made in reply(http.get("/v1/store/snapshots"), 200, SnapshotList).data
+    assert http.delete(f"/v1/store/snapshots/{made.id}").status_code == 204
+    assert made not in reply(http.get("/v1/store/snapshots"), 200, SnapshotList).data
+    problem(http.delete(f"/v1/store/snapshots/{made.id}"), 404, "not_found")

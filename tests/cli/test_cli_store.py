@@ -197,3 +197,33 @@ def test_what_an_ingest_would_cost_is_told_and_nothing_kept(run: Run, where: lis
     assert run("ingest", "light.md", "-c", name, *where).exit_code == 0
     assert answer(run, "store", "ls", "-c", name, *where)["data"] == [], "it was not used five times yet"
     assert run("collections", "update", name, "--prefill", "lazily", *where).exit_code == 2
+
+
+def test_copies_are_made_and_brought_back(run: Run, models: list[str]) -> None:
+    where = ["--data-dir", "data"]
+    run("ingest", "-", "-c", "c", "--external-id", "kept", *where, *models, input=TEXT)
+    made = answer(run, "store", "snapshot", "create", *where)
+    exported = answer(run, "store", "export", "all.tar", "--kv", *where)
+    assert (exported["documents"], exported["collections"]) == (1, ["c"])
+    assert exported["kv_files"] > 0
+    again = run("store", "export", "all.tar", *where)
+    assert again.exit_code == 2
+    assert "exists" in again.stderr
+    run("documents", "delete", "kept", "-c", "c", "--yes", *where)
+    assert [s["id"] for s in answer(run, "store", "snapshot", "list", *where)["data"]] == [made["id"]]
+    assert run("store", "snapshot", "restore", made["id"], "--yes", *where).exit_code == 0
+    assert answer(run, "documents", "show", "kept", "-c", "c", *where)["status"] == "ready"
+    assert run("store", "snapshot", "delete", made["id"], *where).exit_code == 0
+    assert run("store", "snapshot", "restore", made["id"], "--yes", *where).exit_code == 1
+
+    there = ["--data-dir", "there", *models]
+    plan = answer(run, "store", "import", "all.tar", "--dry-run", *there)
+    assert (plan["documents"], plan["dry_run"]) == (1, True)
+    came = run("store", "import", "all.tar", "--kv", *there)
+    assert came.exit_code == 0, came.output
+    assert f"kv taken   {exported['kv_files']} block file" in came.stdout
+    assert answer(run, "documents", "show", "kept", "-c", "c", "--data-dir", "there")["status"] == "ready"
+    Path("noise.tar").write_bytes(b"noise" * 1000)
+    refused = run("store", "import", "noise.tar", *there)
+    assert refused.exit_code == 2
+    assert "the archive is refused" in refused.stderr

@@ -308,3 +308,44 @@ def test_kv_that_is_healed_for_a_forgotten_chunk_is_not_kept(open_memory, monkey
     memory.close()
     monkeypatch.undo()
     assert open_memory().store_stats().kv_files <= 1, "the prefix alone"
+
+
+@pytest.mark.parametrize("stage", ["chunk_text", "prefill"])
+def test_one_poison_document_does_not_fail_its_neighbours(open_memory, monkeypatch, stage) -> None:
+    from memkv.memory import ingestion
+
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", chunk_tokens=64))
+    if stage == "chunk_text":
+        cut = ingestion.chunk_text
+
+        def cut_all_but_poison(text: str, *arguments):
+            if "poison" in text:
+                raise RecursionError("too deep")
+            return cut(text, *arguments)
+
+        monkeypatch.setattr(ingestion, "chunk_text", cut_all_but_poison)
+    else:
+        prefill, decode = memory._parts.engine.prefill, memory._parts.tokenizer
+
+        def prefill_all_but_poison(prefix, refs, *arguments, **options):
+            texts = [decode.decode(ref.token_ids) for ref in refs]
+            if any("poison" in text for text in texts):
+                raise RuntimeError("a kernel's bounds check")
+            return prefill(prefix, refs, *arguments, **options)
+
+        monkeypatch.setattr(memory._parts.engine, "prefill", prefill_all_but_poison)
+    documents = [DocumentCreate(text=f"This is the {n} text.", external_id=n) for n in ("a", "poison", "b")]
+    accepted = memory.ingest("c", documents, wait=60)
+    assert accepted.job is not None
+    assert accepted.job.status == "partial"
+    assert {d.external_id: d.status for d in accepted.documents} == {
+        "a": "ready",
+        "poison": "failed",
+        "b": "ready",
+    }
+    failed = memory.get_document("c", "poison")
+    assert failed.error is not None
+    assert failed.error.code == "internal_error"
+    assert memory.ready().status == "ready"
+    assert memory.verify_store().found == 0, "KV of the document that failed was left"

@@ -209,3 +209,47 @@ def test_a_pending_document_that_lost_its_job_gets_one(open_store: OpenStore) ->
     document = store.catalog.document_by_id(T, item.document_id)
     commit(store, document, "a")
     assert found_texts(store, collection, "a") == ["a"]
+
+
+def test_only_the_document_that_takes_the_process_down_is_given_up(open_store: OpenStore) -> None:
+    """A worker that dies each time while it has the second of three documents in hand."""
+    store = open_store()
+    collection = store.catalog.create_collection(T, new_collection())
+    documents = [NewDocument(text, external_id=text) for text in ("first", "poison", "last")]
+    accepted = store.accept_documents(T, collection.id, documents)
+    ids = [entry.document.id for entry in accepted.documents]
+    assert accepted.job is not None
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        job = store.jobs.claim("worker")
+        assert job is not None
+        assert job.attempts == attempt
+        if attempt > 1:
+            store.jobs.finish_item(job.id, ids[0], "succeeded")
+            store.jobs.start_item(job.id, ids[1])
+        store.close()
+        store = open_store()
+    assert store.recovery.jobs_queued == 1
+    assert store.recovery.jobs_given_up == 0
+    items = store.jobs.items(T, job.id)
+    assert [item.status for item in items] == ["succeeded", "failed", "queued"]
+    assert items[1].error is not None
+    assert items[1].error["code"] == "given_up"
+    poison = store.catalog.document_by_id(T, ids[1])
+    assert (poison.status, (poison.error or {})["code"]) == ("failed", "given_up")
+    again = store.jobs.claim("worker")
+    assert again is not None
+    assert (again.id, again.attempts) == (job.id, 2), "the rest goes on, one by one"
+
+
+def test_a_shutdown_is_no_attempt_and_leaves_no_document_in_hand(
+    store: Store, collection: CollectionRow
+) -> None:
+    accepted = store.accept_documents(T, collection.id, [NewDocument("text")])
+    job = store.jobs.claim("worker")
+    assert job is not None
+    store.jobs.start_item(job.id, accepted.documents[0].document.id)
+    store.jobs.release(job.id)
+    assert [item.status for item in store.jobs.items(T, job.id)] == ["queued"]
+    again = store.jobs.claim("worker")
+    assert again is not None
+    assert again.attempts == 1

@@ -1,0 +1,158 @@
+"""`memkv store export|import|snapshot`: copies of what is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from memkv.cli.log import log_warnings_to_stderr
+from memkv.cli.output import Output, bytes_text, counted, output_options
+from memkv.cli.progress import steps
+from memkv.cli.target import Target, embedded_options, target_options
+
+_PARTIAL = 3
+
+
+@click.command()
+@click.argument("archive", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "-c", "--collection", "names", multiple=True, metavar="NAME", help="Only these.  [default: all]"
+)
+@click.option("--kv/--no-kv", default=False, help="Their block files, too; big.  [default: no-kv]")
+@embedded_options
+@output_options
+def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out: Output) -> None:
+    """Write collections to a new FILE: a tar of their settings and texts that another memkv imports.
+
+    Needs the store for itself: stop a server that runs on it.
+    """
+    from memkv.memory.stored import StoredMemory
+
+    config = target.config()
+    with steps(out) as tell, StoredMemory.open_store(config) as memory:
+        tell("exporting")
+        done = memory.export(archive, names, with_kv=kv)
+    out.fields(
+        done,
+        [
+            ("archive", f"{done.path} ({bytes_text(done.bytes)})"),
+            ("collections", ", ".join(done.collections)),
+            ("documents", done.documents),
+            ("block files", done.kv_files),
+        ],
+    )
+
+
+@click.command("import")
+@click.argument("archive", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--kv/--no-kv",
+    default=False,
+    help="Take its block files for the same tokens, fingerprint and prefix: trust who made it.",
+)
+@click.option("--dry-run", is_flag=True, help="Only check the archive and say what is in it.")
+@embedded_options
+@output_options
+@click.pass_context
+def import_command(
+    ctx: click.Context, archive: Path, kv: bool, dry_run: bool, target: Target, out: Output
+) -> None:
+    """Ingest the collections of an archive. Nothing in it is trusted: texts are cut and embedded here.
+
+    Needs the store for itself. Exit code 3 where some documents failed.
+    """
+    from memkv.memory import Memory
+
+    config = target.config()
+    log_warnings_to_stderr()
+    with steps(out) as tell, Memory.open(config, on_progress=tell) as memory:
+        done = memory.import_archive(
+            archive,
+            with_kv=kv,
+            dry_run=dry_run,
+            on_progress=lambda name, count: tell(f"importing {name}, {counted(count, 'document')}"),
+        )
+    out.fields(
+        done,
+        [
+            ("would import" if dry_run else "imported", ", ".join(done.collections) or "nothing"),
+            ("documents", f"{done.documents}{f' ({done.failed} failed)' if done.failed else ''}"),
+            ("kv taken", counted(done.kv_taken, "block file")),
+        ],
+    )
+    ctx.exit(_PARTIAL if done.failed else 0)
+
+
+@click.group()
+def snapshot() -> None:
+    """The whole store as it was at one moment: a copy of the database, and links to the block files."""
+
+
+@snapshot.command()
+@target_options
+@output_options
+def create(target: Target, out: Output) -> None:
+    """Keep the store as it is now. Block files are shared: they take no space until they are let go of."""
+    with target.open(out, models=False) as client:
+        made = client.store.create_snapshot()
+    out.fields(
+        made,
+        [
+            ("snapshot", made.id),
+            ("database", bytes_text(made.database_bytes)),
+            ("block files", f"{made.kv_files} ({bytes_text(made.kv_bytes)}, shared)"),
+        ],
+    )
+
+
+@snapshot.command("list")
+@target_options
+@output_options
+def list_command(target: Target, out: Output) -> None:
+    """The snapshots, the oldest first."""
+    with target.open(out, models=False) as client:
+        found = client.store.snapshots()
+    out.rows(
+        found,
+        ("id", "time", "database", "block files", "kv"),
+        [
+            (s.id, s.time, bytes_text(s.database_bytes), s.kv_files, bytes_text(s.kv_bytes))
+            for s in found.data
+        ],
+    )
+
+
+@snapshot.command()
+@click.argument("snapshot_id", metavar="SNAPSHOT")
+@target_options
+@output_options
+def delete(snapshot_id: str, target: Target, out: Output) -> None:
+    """Delete a snapshot; files that it alone kept go with it."""
+    with target.open(out, models=False) as client:
+        client.store.delete_snapshot(snapshot_id)
+    out.fields({"deleted": snapshot_id}, [("deleted", snapshot_id)])
+
+
+@snapshot.command()
+@click.argument("snapshot_id", metavar="SNAPSHOT")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@embedded_options
+@output_options
+def restore(snapshot_id: str, yes: bool, target: Target, out: Output) -> None:
+    """Bring the store back to a snapshot: what came after it is gone.
+
+    Needs the store for itself: stop a server that runs on it.
+    """
+    from memkv.store.snapshots import restore_snapshot
+
+    config = target.config()
+    if not yes:
+        click.confirm("Everything since that snapshot will be gone. Restore it?", abort=True, err=True)
+    found = restore_snapshot(
+        Path(config.store.data_dir),
+        config.store.database_url or None,
+        snapshot_id,
+        busy_seconds=config.store.busy_seconds,
+    )
+    out.fields(found, [("restored", found.id), ("of", found.time)])

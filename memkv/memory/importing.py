@@ -1,0 +1,138 @@
+"""An archive's collections made part of this memory, through the same ingest as everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memkv.engine.residency import ChunkRef
+from memkv.errors import MemKVError
+from memkv.kv.fingerprint import token_digest
+from memkv.memory.collections import Collections, OpenCollection
+from memkv.memory.parts import Parts
+from memkv.memory.transfer import Tell, archived_collections, archived_documents, is_finite
+from memkv.store.archive import ArchiveReader
+from memkv.store.block_file import BlockFileIdentity, decode_block_file, parse_file_name, token_digest_of
+from memkv.store.durable_files import Damage
+from memkv.store.rows import DEFAULT_TENANT
+from memkv.text.chunker import chunk_text
+from memkv.text.reader import accept_text
+from memkv.wire import DocumentCreate
+
+if TYPE_CHECKING:
+    from memkv.memory.memory import Memory
+
+_BATCH = 64  # documents accepted together
+_HEADER_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Imported:
+    """What an archive brought; with `dry_run`, what it would.
+
+    Attributes:
+        failed: documents that could not be made ready; `memkv documents list --status failed` says why.
+        kv_taken: block files that came from the archive.
+    """
+
+    collections: list[str]
+    documents: int = 0
+    failed: int = 0
+    kv_taken: int = 0
+    dry_run: bool = False
+
+
+def import_archive(
+    memory: Memory,
+    parts: Parts,
+    collections: Collections,
+    path: Path,
+    *,
+    with_kv: bool,
+    dry_run: bool,
+    tell: Tell,
+) -> Imported:
+    """Every collection of an archive; one that exists takes the documents, if its settings are the same.
+
+    Raises:
+        BadRequestError: the archive is refused.
+        ConflictError: a collection exists with other settings.
+    """
+    with ArchiveReader(path) as archive:
+        wanted = archived_collections(archive)
+        done = Imported([settings.name for settings in wanted], dry_run=dry_run)
+        kv = _by_tokens(archive) if with_kv else {}
+        for number, settings in enumerate(wanted):
+            documents = (
+                DocumentCreate(
+                    text=found.text, external_id=found.external_id, title=found.title, metadata=found.metadata
+                )
+                for found in archived_documents(archive, number)
+            )
+            if dry_run:
+                done.documents += sum(1 for _ in documents)
+                continue
+            memory.create_collection(settings, exist_ok=True)
+            opened = collections.by_name(DEFAULT_TENANT, settings.name)
+            done.kv_taken += _take_kv(opened, archive, kv, [opened.prefix])
+            for batch in _batches(documents):
+                refs = [ref for document in batch for ref in _refs(parts, opened, document)] if kv else []
+                done.kv_taken += _take_kv(opened, archive, kv, refs)
+                accepted = memory.ingest(settings.name, batch)
+                if accepted.job is not None:
+                    memory.wait_job(accepted.job.id, None)
+                done.documents += len(batch)
+                ids = [document.id for document in accepted.documents]
+                done.failed += sum(memory.get_document(settings.name, i).status != "ready" for i in ids)
+                tell(settings.name, done.documents)
+    return done
+
+
+def _by_tokens(archive: ArchiveReader) -> dict[bytes, str]:
+    """Members with KV by what they say they were made of."""
+    return {token_digest_of(archive.head(name, _HEADER_BYTES)): name for name in archive.names("kv/")}
+
+
+def _take_kv(
+    opened: OpenCollection, archive: ArchiveReader, kv: dict[bytes, str], refs: Sequence[ChunkRef]
+) -> int:
+    """Publishes KV for these chunks, under this store's own keys; returns for how many it was there."""
+    taken = 0
+    for ref in refs:
+        digest = token_digest(ref.context_ids, ref.token_ids)
+        name = kv.get(digest)
+        names = parse_file_name(name.removeprefix("kv/")) if name else None
+        if name is None or names is None:
+            continue
+        identity = BlockFileIdentity(
+            input_key=names[0],
+            fingerprint_digest=opened.row.fingerprint_digest,
+            token_digest=digest,
+            layout=opened.layout,
+            context_tokens=len(ref.context_ids),
+            num_tokens=len(ref.token_ids),
+        )
+        found = decode_block_file(archive.read(name), identity, names[1])
+        if isinstance(found, Damage) or not is_finite(found.data, opened.layout.dtype):
+            continue  # it is prefilled here
+        opened.kv.publish([(ref, found)])
+        taken += 1
+    return taken
+
+
+def _refs(parts: Parts, opened: OpenCollection, document: DocumentCreate) -> list[ChunkRef]:
+    """The chunks that the ingest will cut; none of a text that it will refuse."""
+    try:
+        source = accept_text(document.text, max_bytes=parts.config.ingest.max_document_bytes)
+    except MemKVError:
+        return []
+    cut = chunk_text(source.text, document.title, parts.tokenizer, opened.row.max_chunk_tokens)
+    return [opened.ref(opened.key(chunk.token_ids), chunk.token_ids) for chunk in cut]
+
+
+def _batches(documents: Iterator[DocumentCreate]) -> Iterator[list[DocumentCreate]]:
+    while batch := list(islice(documents, _BATCH)):
+        yield batch

@@ -1,0 +1,181 @@
+"""Collections out of a store and into another one.
+
+An archive is trusted in nothing: its texts go through the whole ingest, and are cut, tokenised and embedded
+here. KV is taken from it only where that is asked for, and only for the very tokens that its texts gave here,
+behind the same prefix, of the same fingerprint; that its values are the model's own is on the asker's word,
+and `memkv store verify --deep` checks it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import memkv
+from memkv.errors import BadRequestError, CollectionNotFound
+from memkv.store import Store
+from memkv.store.archive import FORMAT_VERSION, ArchiveReader, ArchiveWriter
+from memkv.store.block_file import file_name
+from memkv.store.durable_files import Damage, read_file
+from memkv.store.rows import DEFAULT_TENANT, CollectionRow, DocumentRow, PageRequest
+from memkv.wire import CollectionCreate, Metadata
+
+_PAGE = 100
+_SPOOL_BYTES = 8 << 20  # of documents, kept in memory before they go to a temporary file
+
+Tell = Callable[[str, int], None]  # collection, documents so far
+
+
+class ArchivedDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    text: str
+    external_id: str | None = None  # none where its id was memkv's own
+    title: str = ""
+    metadata: Metadata = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an archive holds."""
+
+    path: str
+    collections: list[str]
+    documents: int
+    kv_files: int
+    bytes: int
+
+
+def export_collections(
+    store: Store, path: Path, names: Sequence[str], *, with_kv: bool, tell: Tell
+) -> Exported:
+    """Writes collections, or all, to a new file.
+
+    Raises:
+        CollectionNotFound, ConfigError, InsufficientStorageError: nothing is left at `path`.
+    """
+    rows = _chosen(store, names)
+    documents = files = 0
+    with ArchiveWriter(path) as archive:
+        archive.add("manifest.json", msgspec.json.encode(_manifest(store, rows)))
+        for number, row in enumerate(rows):
+            documents += _write_documents(store, archive, number, row, tell)
+        if with_kv:
+            files = _write_kv(store, archive, rows)
+    return Exported(str(path), [row.name for row in rows], documents, files, path.stat().st_size)
+
+
+def archived_collections(archive: ArchiveReader) -> list[CollectionCreate]:
+    """Their settings, in order. Raises BadRequestError."""
+    try:
+        return msgspec.convert(archive.manifest.get("collections"), list[CollectionCreate])
+    except msgspec.ValidationError as error:
+        raise BadRequestError(
+            f"the archive is refused: {error}", hint="export it again: memkv store export FILE"
+        ) from error
+
+
+def archived_documents(archive: ArchiveReader, number: int) -> Iterator[ArchivedDocument]:
+    """The documents of one of its collections. Raises BadRequestError for a line that is none."""
+    for at, line in enumerate(archive.lines(_member(number)), 1):
+        try:
+            yield msgspec.json.decode(line, type=ArchivedDocument)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise BadRequestError(
+                f"the archive is refused: document {at} of collection {number + 1}: {error}",
+                hint="export it again: memkv store export FILE",
+            ) from error
+
+
+def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
+    """Whether every number of some KV is one."""
+    if dtype == "float32":
+        return bool(np.isfinite(np.frombuffer(data, dtype=np.float32)).all())
+    exponent = 0x7F80 if dtype == "bfloat16" else 0x7C00
+    return not bool((np.frombuffer(data, dtype=np.uint16) & exponent == exponent).any())
+
+
+def _chosen(store: Store, names: Sequence[str]) -> list[CollectionRow]:
+    if names:
+        return [store.catalog.get_collection(DEFAULT_TENANT, name) for name in dict.fromkeys(names)]
+    rows = [row for row in store.catalog.all_collections() if row.tenant == DEFAULT_TENANT]
+    if not rows:
+        raise CollectionNotFound("there is no collection to export")
+    return rows
+
+
+def _manifest(store: Store, rows: Sequence[CollectionRow]) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "memkv": memkv.__version__,
+        "store_id": store.store_id,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "collections": [
+            {
+                "name": row.name,
+                "description": row.description,
+                "metadata": dict(row.metadata),
+                "chunk_tokens": row.max_chunk_tokens,
+                "block_size": row.block_size,
+                "prefill": row.prefill,
+                "max_kv_bytes": row.max_kv_bytes,
+                "system_prompt": row.system_prompt,
+                "primer": row.primer,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _write_documents(
+    store: Store, archive: ArchiveWriter, number: int, row: CollectionRow, tell: Tell
+) -> int:
+    count = 0
+    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
+        for document in _documents(store, row):
+            _, text = store.catalog.document_text(row.tenant, document.id)
+            archived = ArchivedDocument(
+                text=text,
+                external_id=None if document.external_id == document.id else document.external_id,
+                title=document.title,
+                metadata=dict(document.metadata),  # type: ignore[arg-type]  # as it was accepted
+            )
+            spool.write(msgspec.json.encode(archived) + b"\n")
+            count += 1
+            tell(row.name, count)
+        size = spool.tell()
+        spool.seek(0)
+        archive.add_file(_member(number), spool, size)
+    return count
+
+
+def _documents(store: Store, row: CollectionRow) -> Iterator[DocumentRow]:
+    after: str | None = None
+    while True:
+        page = store.catalog.list_documents(row.tenant, row.id, PageRequest(limit=_PAGE, after=after))
+        yield from page.rows
+        if not page.has_more:
+            return
+        after = page.rows[-1].id
+
+
+def _write_kv(store: Store, archive: ArchiveWriter, rows: Sequence[CollectionRow]) -> int:
+    """Only sound files: a damaged one is left out, its chunk is prefilled again where it is imported."""
+    count = 0
+    files = {file.input_key: file for row in rows for file in store.catalog.files_of(row.id)}
+    for file in files.values():
+        if store.chunks.check(file, full=True) is None:
+            data = read_file(store.chunks.path(file))
+            if not isinstance(data, Damage):
+                archive.add(f"kv/{file_name(file.input_key, file.file_digest)}", data)
+                count += 1
+    return count
+
+
+def _member(number: int) -> str:
+    return f"collections/{number:04d}.jsonl"
