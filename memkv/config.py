@@ -61,6 +61,7 @@ class KVConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     pool_bytes: int = 2_000_000_000
+    host_bytes: int = 0  # host memory for chunks that a GPU's pool has no room for
     max_batch_tokens: int = 4096  # fresh tokens in one step
     max_running: int = 64
     queue_seconds: float = 30.0  # how long a request may wait for blocks
@@ -125,6 +126,7 @@ _AT_LEAST = {
     "store.scrub_hours": 0,
     "store.scrub_rate_bytes": 1,
     "engine.pool_bytes": 1,
+    "engine.host_bytes": 0,
     "engine.max_batch_tokens": 1,
     "engine.max_running": 1,
     "engine.queue_seconds": 0,

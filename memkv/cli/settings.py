@@ -34,6 +34,7 @@ MEANING = {
     "kv.dtype": "of stored keys and values: bfloat16, float16 or float32",
     "kv.block_size": "tokens in a block: 8, 16 or 32",
     "engine.pool_bytes": "memory for blocks",
+    "engine.host_bytes": "host memory for chunks that a GPU's pool has no room for; 0: none",
     "engine.max_batch_tokens": "fresh tokens in one step",
     "engine.max_running": "sequences that generate at the same time",
     "engine.queue_seconds": "how long a request may wait for blocks",

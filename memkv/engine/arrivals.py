@@ -1,25 +1,32 @@
 """How chunks that are not resident come to be: read from their source, or computed.
 
-reserved ──read──► in place ──────────────────────────────────┐
+reserved ──host pool──► in place ─────────────────────────────┐
+   │  └───read────────► (host pool) ──► in place ──────────────┤
    │        └─ nothing there ──► healed: computed, written back ├──► ready: whoever waits goes on
    └──────── wanted by a job ──► computed ─────────────────────┘
+
+What is prefetched is read before anybody waits for it: into blocks while nobody waits for blocks, otherwise
+into the host pool.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
 from memkv.engine.failure import typed_error
+from memkv.engine.host_pool import HostChunk, HostPool
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.loader import Loader, ReadOutcome
 from memkv.engine.prefill import ChunkFill, PrefillJob
-from memkv.engine.residency import Pin, Residency, ResidentChunk
+from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
+from memkv.engine.stopwatch import Stopwatch
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import EngineClosed, MemKVError, ReuseUnavailable, ServiceUnavailableError
 from memkv.kv.chunk import ChunkKV
@@ -39,6 +46,7 @@ class Arrivals:
     def __init__(
         self,
         kv_cache: KVCache,
+        host_pool: HostPool,
         residency: Residency,
         scheduler: Scheduler,
         loader: Loader,
@@ -51,6 +59,7 @@ class Arrivals:
     ) -> None:
         self.healed_chunks = 0  # had no valid KV when a query needed them
         self._kv_cache = kv_cache
+        self._host_pool = host_pool
         self._residency = residency
         self._scheduler = scheduler
         self._loader = loader
@@ -60,6 +69,12 @@ class Arrivals:
         self._finish = finish
         self._read_seconds = read_seconds
         self._reading: dict[ResidentChunk, float] = {}  # since when
+        self._prefetched: dict[ResidentChunk, Pin] = {}  # until they are read
+        self._forgotten: set[str] = set()  # while they were fetched
+        self._fetching: dict[str, list[Callable[[], None]]] = {}  # to the host pool; what follows
+        self._copying: deque[tuple[Stopwatch, HostChunk, bool]] = (
+            deque()
+        )  # to the device; whether to forget it
 
     def expect(self, task: Task, pin: Pin) -> None:
         """Sees to it that the chunks of a pin that a task has just got become ready."""
@@ -68,10 +83,23 @@ class Arrivals:
             if computes:
                 self._scheduler.fills.append(self._new_fill(chunk, task, heals=False))
             else:
-                self._read(chunk, task)
+                self._read(chunk, task.source, task)
         if computes and pin.is_ready:  # it was here already
             chunk = pin.chunks[0]
-            self._collect(chunk, self._kv_cache.export_chunk(chunk.blocks, chunk.ref.num_tokens))
+            self._collect(chunk, None)
+
+    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource) -> None:
+        """Starts to read what is neither here nor on its way, as far as there is room."""
+        for ref in refs:
+            if self._residency.knows(ref):
+                continue
+            if not self._scheduler.waiting and self._residency.fits([ref]):
+                pin = self._residency.pin([ref])
+                (chunk,) = pin.reserved
+                self._prefetched[chunk] = pin
+                self._read(chunk, source, None)
+            elif self._host_pool.wants(ref) and ref.input_key not in self._fetching:
+                self._fetch(ref, source)
 
     def complete(self, fill: ChunkFill) -> None:
         """All tokens of a fill are computed. Raises `ModelError` where they are not finite."""
@@ -89,6 +117,7 @@ class Arrivals:
         late = now - self._read_seconds
         for chunk in [chunk for chunk, since in self._reading.items() if since <= late]:
             del self._reading[chunk]
+            self._end_prefetch(chunk)
             for task in self._scheduler.waiters(chunk):
                 error = ServiceUnavailableError(
                     f"stored KV could not be read within {self._read_seconds:g} seconds",
@@ -96,35 +125,97 @@ class Arrivals:
                 )
                 self._fail(task, error)
 
+    def end_copies(self) -> None:
+        """Lets go of what the device has copied."""
+        while self._copying and self._copying[0][0].is_over:
+            _, held, forget = self._copying.popleft()
+            self._host_pool.let_go(held, forget=forget)
+
+    def drop(self, input_keys: set[str]) -> None:
+        """Forgets chunks in host memory, those on their way there too."""
+        self._host_pool.drop(input_keys)
+        self._forgotten |= input_keys & self._fetching.keys()
+
     def next_deadline(self) -> float:
         """When `give_up_late_reads` may have something to do."""
         return min(self._reading.values(), default=float("inf")) + self._read_seconds
 
-    def _read(self, chunk: ResidentChunk, task: Task) -> None:
+    def _read(self, chunk: ResidentChunk, source: KVSource, reader: Task | None) -> None:
+        """Gets a chunk's KV for those who wait for it; `reader` is told where the source fails."""
+        waiting = self._fetching.get(chunk.ref.input_key)
+        if waiting is not None:
+            waiting.append(partial(self._read, chunk, source, reader))
+            return
+        held = self._host_pool.find(chunk.ref)
+        if held is not None:
+            self._put_in_place(chunk, held)
+            self._ready(chunk, None)
+            self._end_prefetch(chunk)
+            return
         self._reading[chunk] = time.monotonic()
 
         def done(outcome: ReadOutcome) -> None:
-            work = Work(partial(self._loaded, chunk, task, outcome), partial(self._scheduler.waiters, chunk))
+            held = self._host_pool.put(chunk.ref, outcome) if isinstance(outcome, ChunkKV) else None
+            loaded = partial(self._loaded, chunk, reader, outcome, held)
             with suppress(EngineClosed):  # nobody waits for it any more
-                self._agenda.post(work)
+                self._agenda.post(Work(loaded, partial(self._scheduler.waiters, chunk)))
 
-        self._loader.read(chunk.ref, task.source, done)
+        self._loader.read(chunk.ref, source, done)
 
-    def _loaded(self, chunk: ResidentChunk, reader: Task, outcome: ReadOutcome) -> None:
+    def _fetch(self, ref: ChunkRef, source: KVSource) -> None:
+        """Reads a chunk into the host pool."""
+        self._fetching[ref.input_key] = []
+
+        def done(outcome: ReadOutcome) -> None:
+            held = self._host_pool.put(ref, outcome) if isinstance(outcome, ChunkKV) else None
+            with suppress(EngineClosed):
+                self._agenda.post(Work(partial(self._fetched, ref, held), lambda: ()))
+
+        self._loader.read(ref, source, done)
+
+    def _fetched(self, ref: ChunkRef, held: HostChunk | None) -> None:
+        if held is not None:
+            self._host_pool.let_go(held, forget=ref.input_key in self._forgotten)
+        self._forgotten.discard(ref.input_key)
+        for read in self._fetching.pop(ref.input_key):
+            read()
+
+    def _loaded(
+        self, chunk: ResidentChunk, reader: Task | None, outcome: ReadOutcome, held: HostChunk | None
+    ) -> None:
         """A read that `reader` asked for came back; others may wait for the same chunk."""
         self._reading.pop(chunk, None)
-        if chunk.pins == 0:
-            return  # nobody does any more
+        if chunk.pins == 0:  # nobody does any more
+            if held is not None:
+                self._host_pool.let_go(held, forget=chunk.dropped)
+            return
         if isinstance(outcome, Exception):
-            if reader in self._scheduler.waiters(chunk):
+            if reader is not None and reader in self._scheduler.waiters(chunk):
                 self._fail(reader, typed_error(outcome))
             for task in self._scheduler.waiters(chunk)[:1]:
-                self._read(chunk, task)  # the next one's source may do better
+                self._read(chunk, task.source, task)  # the next one's source may do better
+        elif held is not None:
+            self._put_in_place(chunk, held)
+            self._ready(chunk, None)
         elif outcome is not None and self._fits(chunk, outcome):
             self._kv_cache.import_chunk(outcome, chunk.blocks)
             self._ready(chunk, outcome)
         else:
             self._miss(chunk)
+        self._end_prefetch(chunk)
+
+    def _put_in_place(self, chunk: ResidentChunk, held: HostChunk) -> None:
+        """From the host pool to the device, and lets go when it is there."""
+        watch = Stopwatch(self._kv_cache.device)
+        self._kv_cache.import_blocks(self._host_pool.storage, held.blocks, chunk.blocks)
+        watch.stop()
+        self._copying.append((watch, held, chunk.dropped))
+        self.end_copies()
+
+    def _end_prefetch(self, chunk: ResidentChunk) -> None:
+        pin = self._prefetched.pop(chunk, None)
+        if pin is not None:
+            pin.release()
 
     def _miss(self, chunk: ResidentChunk) -> None:
         """There is no KV to map: who insists on it fails, the others get it computed."""
@@ -149,13 +240,17 @@ class Arrivals:
         block_size = self._kv_cache.layout.block_size
         return ChunkFill(chunk, context, block_size, task.source if heals else None)
 
-    def _ready(self, chunk: ResidentChunk, kv: ChunkKV) -> None:
+    def _ready(self, chunk: ResidentChunk, kv: ChunkKV | None) -> None:
         self._residency.ready(chunk)
         self._collect(chunk, kv)
 
-    def _collect(self, chunk: ResidentChunk, kv: ChunkKV) -> None:
-        """Gives a chunk that is ready to the jobs that asked for it."""
+    def _collect(self, chunk: ResidentChunk, kv: ChunkKV | None) -> None:
+        """Gives a chunk that is ready, by its KV or else by what is in its blocks, to the jobs that asked."""
         for job in list(self._scheduler.jobs):
+            if not job.awaits(chunk):
+                continue
+            if kv is None:
+                kv = self._kv_cache.export_chunk(chunk.blocks, chunk.ref.num_tokens)
             for event in job.collect(chunk, kv):
                 self._outbox.computed(job, event)
             if job.is_done:

@@ -163,6 +163,17 @@ class Engine:
         self._submit(job, layout)
         return self._collect(job, on_progress)
 
+    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
+        """Starts to read chunks that will be asked for, and returns at once.
+
+        They go into blocks of the pool, or, while requests wait for those, into host memory. What has no
+        room, or no valid KV, is left out.
+        """
+        layout = self.layout(block_size)
+        with suppress(EngineClosed):
+            work = partial(self._prefetch, layout, tuple(refs), source)
+            self._agenda.post(Work(work, lambda: ()))
+
     def drop(self, input_keys: Iterable[str]) -> None:
         """Forgets resident chunks and what was computed behind them.
 
@@ -329,6 +340,12 @@ class Engine:
                 self._fail(task, typed_error(error))
 
     def _admit(self, task: Task, layout: KVLayout) -> None:
+        self._lane(layout).submit(task)
+
+    def _prefetch(self, layout: KVLayout, refs: tuple[ChunkRef, ...], source: KVSource) -> None:
+        self._lane(layout).prefetch(refs, source)
+
+    def _lane(self, layout: KVLayout) -> Lane:
         if layout not in self._lanes:
             self._lanes[layout] = Lane(
                 layout,
@@ -340,7 +357,7 @@ class Engine:
                 self._outbox,
                 poison=self._poison,
             )
-        self._lanes[layout].submit(task)
+        return self._lanes[layout]
 
     def _cancel_now(self, task: Task) -> None:
         lane = self._lane_of(task)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memkv.engine.block_copy import copy_blocks
 from memkv.errors import ModelError
 from memkv.kernels.ops import prefer_huge_pages
 from memkv.kv.chunk import ChunkKV
@@ -72,13 +73,19 @@ class KVCache:
         assert len(blocks) == kv.num_blocks, "bug: blocks and chunk disagree"
         if not blocks:
             return
-        rows = np.frombuffer(kv.data, dtype=np.uint8).reshape(len(blocks), self.layout.bytes_per_block)
+        rows = kv.rows()
         if self.device.type == "cpu":
             self._storage.numpy()[list(blocks)] = rows
             return
-        staged = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
+        staged = torch.empty(
+            rows.shape, dtype=torch.uint8, pin_memory=True
+        )  # kept by torch until it is copied
         staged.numpy()[:] = rows
-        self._storage[torch.as_tensor(blocks, device=self.device)] = staged.to(self.device)
+        self.import_blocks(staged, range(len(blocks)), blocks)
+
+    def import_blocks(self, source: Tensor, source_ids: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies rows of host memory [n, bytes_per_block] into blocks; a GPU's copy is not waited for."""
+        copy_blocks(source, source_ids, self._storage, blocks)
 
     def export_chunk(self, blocks: Sequence[int], num_tokens: int) -> ChunkKV:
         """The chunk that these blocks hold, in host memory; slots past `num_tokens` are zero.

@@ -11,11 +11,12 @@ from memkv.config import EngineConfig
 from memkv.engine.arrivals import Arrivals
 from memkv.engine.batch import Part
 from memkv.engine.continuations import Continuations
+from memkv.engine.host_pool import HostPool
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
 from memkv.engine.prefill import ChunkFill, PrefillJob
-from memkv.engine.residency import Residency, ResidentChunk
+from memkv.engine.residency import ChunkRef, KVSource, Residency, ResidentChunk
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import LaneStats
@@ -63,8 +64,10 @@ class Lane:
         self._config = config
         self._agenda = agenda
         self._outbox = outbox
+        self.host_pool = HostPool(layout, config.host_bytes, pinned=runner.device.type == "cuda")
         self._arrivals = Arrivals(
             self.kv_cache,
+            self.host_pool,
             self.residency,
             self.scheduler,
             loader,
@@ -78,7 +81,12 @@ class Lane:
     # Between steps
 
     def submit(self, task: Task) -> None:
+        if isinstance(task, Sequence) and self.scheduler.waiting:
+            self._arrivals.prefetch(task.placement.refs, task.source)
         self.scheduler.add(task)
+
+    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource) -> None:
+        self._arrivals.prefetch(refs, source)
 
     def cancel(self, task: Task) -> None:
         self._leave(task)
@@ -95,6 +103,7 @@ class Lane:
         keys = set(input_keys)
         self.residency.drop(keys)
         self.continuations.drop(keys)
+        self._arrivals.drop(keys)
         for sequence in self.scheduler.sequences:
             if not keys.isdisjoint(sequence.origin.keys):
                 sequence.leaves_run = False
@@ -113,6 +122,7 @@ class Lane:
                     hint="retry later, or raise engine.pool_bytes or engine.queue_seconds",
                 ),
             )
+        self._arrivals.end_copies()
         self._arrivals.give_up_late_reads(now)
         while (foremost := self.scheduler.foremost()) is not None and self._start(foremost, now):
             pass
@@ -162,6 +172,7 @@ class Lane:
         return LaneStats(
             block_size=self.layout.block_size,
             blocks=self.residency.counts(),
+            host_blocks=self.host_pool.counts(),
             counters=replace(self.steps.counters),
             healed_chunks=self._arrivals.healed_chunks,
             waiting=len(self.scheduler.waiting),
@@ -175,6 +186,7 @@ class Lane:
     def check_integrity(self) -> None:
         """Asserts that every block has its owners, and that every table is sound."""
         self.continuations.check_integrity()
+        self.host_pool.check_integrity()
         sequences = (*self.scheduler.loading, *self.scheduler.running)
         self.residency.check_integrity(block for each in sequences for block in each.private_blocks)
         for sequence in sequences:

@@ -120,6 +120,9 @@ class PrefillJob:
         self._active[self.next_chunk] = pin
         self.next_chunk += 1
 
+    def awaits(self, chunk: ResidentChunk) -> bool:
+        return any(chunk in pin.chunks for pin in self._active.values())
+
     def collect(self, chunk: ResidentChunk, kv: ChunkKV) -> list[Computed]:
         """What a chunk that became ready means to this job. Its blocks become the first to be evicted."""
         found = [index for index, pin in self._active.items() if chunk in pin.chunks]

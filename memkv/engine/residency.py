@@ -13,7 +13,7 @@ last pin is released.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +22,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from memkv.engine.eviction import EvictionOrder, worth
 from memkv.engine.kv_cache import KVCache
 from memkv.errors import InternalServerError, PoolExhausted
 from memkv.kv.block_pool import BlockPool
@@ -67,9 +68,10 @@ class ResidentChunk:
         blocks, block_ids: the same, as a tuple and as an array.
         ready: they are written and may be mapped.
         adopted: a sequence left them.
+        pins, uses: who holds it, and who has held it.
     """
 
-    __slots__ = ("adopted", "block_ids", "blocks", "dropped", "pins", "ready", "ref")
+    __slots__ = ("adopted", "block_ids", "blocks", "dropped", "pins", "ready", "ref", "uses")
 
     def __init__(self, ref: ChunkRef, blocks: Sequence[int], *, adopted: bool = False) -> None:
         self.ref = ref
@@ -77,7 +79,11 @@ class ResidentChunk:
         self.block_ids = np.array(blocks, dtype=np.int64)
         self.adopted = self.ready = adopted
         self.dropped = False
-        self.pins = 0
+        self.pins = self.uses = 0
+
+    @property
+    def worth(self) -> float:
+        return worth(self.uses, self.ref.num_tokens, self.ref.stored_position, len(self.blocks))
 
 
 class Pin:
@@ -139,12 +145,16 @@ class Residency:
         self._kv_cache = kv_cache
         self._pool = pool
         self._chunks: dict[str, ResidentChunk] = {}
-        self._idle: OrderedDict[str, ResidentChunk] = OrderedDict()  # ready and unpinned; coldest first
+        self._idle: EvictionOrder[ResidentChunk] = EvictionOrder()  # ready and unpinned
         self._dropped: set[ResidentChunk] = set()  # not found any more, still pinned
         self.num_adopted_blocks = 0  # of adopted chunks that can be found
         self.num_changes = 0  # after which what did not fit may fit
         self._num_idle_blocks = 0
         self._num_private = 0
+
+    def knows(self, ref: ChunkRef) -> bool:
+        """Whether a chunk is here, or on its way."""
+        return ref.input_key in self._chunks
 
     def fits(self, refs: Iterable[ChunkRef], num_private: int = 0) -> bool:
         """Whether these chunks can be pinned and so many private blocks allocated, all at once."""
@@ -213,7 +223,9 @@ class Residency:
         assert ref.input_key not in self._chunks, "bug: a chunk was adopted twice"
         chunk = ResidentChunk(ref, blocks, adopted=True)
         self.num_adopted_blocks += len(chunk.blocks)
-        self._chunks[ref.input_key] = self._idle[ref.input_key] = chunk
+        chunk.uses = 1
+        self._chunks[ref.input_key] = chunk
+        self._idle.add(chunk, chunk.worth)
         self._num_private -= len(chunk.blocks)
         self._num_idle_blocks += len(chunk.blocks)
         self.num_changes += 1
@@ -229,8 +241,8 @@ class Residency:
         held = Counter(private)
         assert all(count == 1 for count in held.values()), "bug: a private block has two owners"
         assert sum(held.values()) == self._num_private, "bug: private blocks are miscounted"
-        for key, chunk in self._chunks.items():
-            assert (key in self._idle) == (chunk.ready and not chunk.pins), "bug: idle chunks are mislaid"
+        for chunk in self._chunks.values():
+            assert (chunk in self._idle) == (chunk.ready and not chunk.pins), "bug: idle chunks are mislaid"
             assert chunk.pins or chunk.ready, "bug: nobody waits for a chunk that is not ready"
             for block in chunk.blocks:
                 held[block] += 1 + chunk.pins
@@ -242,7 +254,7 @@ class Residency:
             assert self._pool.ref_count(block) == held[block], f"bug: references of block {block} leak"
         adopted = sum(len(chunk.blocks) for chunk in self._chunks.values() if chunk.adopted)
         assert adopted == self.num_adopted_blocks, "bug: adopted blocks are miscounted"
-        idle = sum(len(chunk.blocks) for chunk in self._idle.values())
+        idle = sum(len(chunk.blocks) for chunk in self._idle)
         assert idle == self._num_idle_blocks, "bug: idle blocks are miscounted"
         pinned = {*self._dropped, *(chunk for chunk in self._chunks.values() if chunk.pins)}
         assert sum(len(chunk.blocks) for chunk in pinned) == self.counts().pinned, "bug: blocks are lost"
@@ -266,9 +278,10 @@ class Residency:
     def _hold(self, chunks: Sequence[ResidentChunk]) -> None:
         """One more pin on each."""
         for chunk in chunks:
-            if self._idle.pop(chunk.ref.input_key, None) is not None:
+            if self._idle.discard(chunk):
                 self._num_idle_blocks -= len(chunk.blocks)
             chunk.pins += 1
+            chunk.uses += 1
         self._pool.share(_block_ids(chunks))
 
     def _let_go(self, chunks: Sequence[ResidentChunk], *, cold: bool = False) -> None:
@@ -282,8 +295,7 @@ class Residency:
             if chunk.dropped:
                 self._dropped.discard(chunk)
             elif chunk.ready:
-                self._idle[chunk.ref.input_key] = chunk
-                self._idle.move_to_end(chunk.ref.input_key, last=not cold)
+                self._idle.add(chunk, 0.0 if cold else chunk.worth)
                 self._num_idle_blocks += len(chunk.blocks)
             else:
                 self._remove(chunk)
@@ -291,7 +303,7 @@ class Residency:
     def _remove(self, chunk: ResidentChunk) -> None:
         """Takes the cache's own reference away."""
         del self._chunks[chunk.ref.input_key]
-        if self._idle.pop(chunk.ref.input_key, None) is not None:
+        if self._idle.discard(chunk):
             self._num_idle_blocks -= len(chunk.blocks)
         chunk.dropped = True
         if chunk.adopted:
@@ -301,14 +313,16 @@ class Residency:
         self._pool.release(chunk.block_ids)
 
     def _take(self, num_blocks: int) -> list[int]:
-        """Free blocks, evicting the coldest idle chunks where there are too few."""
+        """Free blocks, evicting idle chunks where there are too few."""
         if num_blocks > self._pool.num_free + self._num_idle_blocks:
             raise PoolExhausted(
                 f"{num_blocks} blocks are needed, {self._pool.num_free} are free and "
                 f"{self._num_idle_blocks} can be evicted"
             )
         while self._pool.num_free < num_blocks:
-            self._remove(next(iter(self._idle.values())))
+            victim = self._idle.pop()
+            self._num_idle_blocks -= len(victim.blocks)
+            self._remove(victim)
         blocks = self._pool.allocate(num_blocks)
         self._kv_cache.clear(blocks)
         return blocks

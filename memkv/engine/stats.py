@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memkv.engine.host_pool import HostCounts
 from memkv.engine.residency import BlockCounts
 from memkv.engine.threads import Threads
 
@@ -27,6 +28,7 @@ class LaneStats:
 
     block_size: int
     blocks: BlockCounts
+    host_blocks: HostCounts
     counters: LaneCounters
     healed_chunks: int  # chunks that had no valid KV when a query needed them
     waiting: int

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memkv.kv.layout import KVLayout
 
 
@@ -24,6 +27,10 @@ class ChunkKV:
     @property
     def num_blocks(self) -> int:
         return self.layout.blocks_for(self.num_tokens)
+
+    def rows(self) -> NDArray[np.uint8]:
+        """[num_blocks, bytes_per_block], without a copy."""
+        return np.frombuffer(self.data, dtype=np.uint8).reshape(self.num_blocks, -1)
 
     def block(self, index: int) -> memoryview:
         """The bytes of one block, without a copy."""
