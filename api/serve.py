@@ -73,6 +73,7 @@ def serve(
     """
     sock = sock or listen(config.server)
     configure_logging(config.log)
+    _tell_store(memory)
     drain = Drain()
     app = create_app(memory, config, drain=drain)
     settings = uvicorn.Config(
@@ -120,6 +121,16 @@ class _DrainingServer(uvicorn.Server):
             self._drain.cut()
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _tell_store(memory: Memory) -> None:
+    """What durability rests on, as the database itself reports it."""
+    stats = memory.store_stats()
+    _log.info("store", data_dir=stats.data_dir, generation=stats.generation, **stats.database)
+    for warning in stats.warnings:
+        _log.warning("store_is_less_durable", detail=warning)
+    if stats.stale:
+        _log.warning("stale_collections", names=stats.stale, hint="memkv store reprefill NAME")
 
 
 def _started(url: str, on_start: Callable[[str], None] | None) -> None:

@@ -345,18 +345,24 @@ class FakeMemory:
     def store_stats(self, *, tenant: str = "default") -> StoreStats:
         self._enter("store_stats")
         return StoreStats(
+            store_id="0" * 32,
+            data_dir="nowhere",
+            generation=0,
             collections=len(self._collections),
             documents=0,
             chunks=0,
+            tokens=0,
             kv_files=0,
             kv_bytes=0,
-            kv_bytes_unreferenced=0,
-            database={"backend": "fake"},
-            pool={"total": 1, "free": 1},
-            loads=0,
-            damaged=0,
-            healed=0,
+            database={"dialect": "fake"},
+            warnings=[],
+            pool={"free": 1},
+            counters={},
         )
+
+    def metrics(self) -> list[Any]:
+        self._enter("metrics")
+        return []
 
     def close(self, drain_seconds: float = 0) -> None:
         self.gate.set()

@@ -1,4 +1,4 @@
-"""`/healthz` and `/readyz`: for whoever watches the server. Neither waits for a busy one."""
+"""`/healthz`, `/readyz` and `/metrics`: for whoever watches the server. The first two never wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import asyncio
 from litestar import Controller, Response, get
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
+from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
+from memkv.api.metrics import TEXT, exposition
 
 from memkv.wire import Check, Health, Readiness
 
@@ -30,6 +32,17 @@ class ProbesController(Controller):
     async def ready(self, calls: NamedDependency[MemoryCalls]) -> Response[Readiness]:
         readiness = await _readiness(calls)
         return Response(readiness, status_code=200 if readiness.status == "ready" else 503)
+
+    @get(
+        "/metrics",
+        media_type=TEXT,
+        summary="Every number of the store and the engine, for Prometheus",
+        operation_id="metrics",
+        responses=problems(),
+    )
+    async def metrics(self, calls: NamedDependency[MemoryCalls]) -> Response[bytes]:
+        gathered = await calls.run(lambda memory: memory.metrics())
+        return Response(exposition(gathered), media_type=TEXT)
 
 
 async def _readiness(calls: MemoryCalls) -> Readiness:

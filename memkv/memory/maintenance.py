@@ -20,7 +20,7 @@ from memkv.errors import DatabaseDamaged, MemKVError, StoreFenced
 from memkv.memory.replies import stored_problem
 from memkv.store import Store
 from memkv.store.rows import JobRow
-from memkv.store.verification import Recomputed, scrub
+from memkv.store.verification import Recomputed, Scrubbed, scrub
 from memkv.wire import StoreProblem as ProblemReply
 from memkv.wire import StoreVerification, StoreVerify
 
@@ -58,6 +58,7 @@ class Maintenance:
         self._config = config
         self._recompute = recompute
         self._resume_starved = resume_starved
+        self.scrubbed = Scrubbed()  # so far
         self._owner = f"pid {os.getpid()}"
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="memkv-maintenance", daemon=True)
@@ -170,6 +171,7 @@ class Maintenance:
             bytes_per_second=self._config.scrub_rate_bytes,
             stop=self._stopping,
         )
+        self.scrubbed.add(seen)
         if seen.damaged:
             _log.warning("scrubber_found_damage", files=seen.files, damaged=seen.damaged)
         return _PAUSE_SECONDS if seen.files else _IDLE_SECONDS

@@ -24,6 +24,7 @@ from memkv.memory.estimation import Estimation, TitledText
 from memkv.memory.gate import choose_policy
 from memkv.memory.importing import Imported, import_archive
 from memkv.memory.ingestion import Ingestion
+from memkv.memory.metrics import Metric, engine_metrics
 from memkv.memory.parts import Parts
 from memkv.memory.recomputation import recompute
 from memkv.memory.renewal import reprefill, resume_starved
@@ -274,6 +275,9 @@ class Memory(StoredMemory):
         return import_archive(
             self, self._parts, self._collections, path, with_kv=with_kv, dry_run=dry_run, tell=tell
         )
+
+    def metrics(self) -> list[Metric]:
+        return [*super().metrics(), *engine_metrics(self._parts.engine.stats())]
 
     def _drop(self, input_keys: Iterable[str]) -> None:
         self._parts.engine.drop(input_keys)

@@ -13,6 +13,7 @@ from memkv.errors import BadRequestError, CollectionNotFound, ConflictError
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory.administration import Administration
 from memkv.memory.maintenance import Maintenance
+from memkv.memory.metrics import Metric, store_metrics
 from memkv.memory.replies import (
     collection_reply,
     document_reply,
@@ -199,6 +200,10 @@ class StoredMemory:
 
     def store_stats(self) -> StoreStats:
         return stats_reply(self._store.stats(), self._pool(), self._stale())
+
+    def metrics(self) -> list[Metric]:
+        """Every number there is. Raises `DatabaseUnavailable`, `DatabaseDamaged`."""
+        return list(store_metrics(self._store, self._config.store, self._maintenance.scrubbed))
 
     # What a model adds
 

@@ -164,6 +164,16 @@ class UpkeepStatements:
         with self._database.read() as connection:
             return int(connection.execute(statement).scalar_one())
 
+    def kv_bytes_by_collection(self) -> dict[str, int]:
+        """Name -> bytes of the block files made for it; of one name in several tenants, their sum."""
+        statement = (
+            select(Collection.name, func.coalesce(func.sum(KVFile.num_bytes), 0))
+            .outerjoin(KVFile, KVFile.collection_id == Collection.id)
+            .group_by(Collection.name)
+        )
+        with self._database.read() as connection:
+            return {name: int(size) for name, size in connection.execute(statement)}
+
     def collection_cap(self, collection_id: str) -> int:
         """The collection's own cap in bytes; 0 where it has none, or is gone."""
         with self._database.read() as connection:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import func, literal, or_, select, update
 
@@ -114,6 +114,13 @@ class Jobs:
         with self._database.read() as connection:
             page_read = read_page(connection, statement, page, order_by=Job.id, make=job_row)
         return replace(page_read, rows=tuple(self._with_progress(row) for row in page_read.rows))
+
+    def count_by_status(self) -> dict[str, int]:
+        """Of all tenants."""
+        counted = dict.fromkeys(get_args(JobStatus), 0)
+        with self._database.read() as connection:
+            rows = connection.execute(select(Job.status, func.count()).group_by(Job.status)).all()
+        return counted | dict(rows)
 
     def items(self, tenant: str, job_id: str) -> tuple[JobItem, ...]:
         with self._database.read() as connection:

@@ -45,11 +45,16 @@ class Recomputed:
 
 @dataclass(slots=True)
 class Scrubbed:
-    """What one pass of the scrubber saw."""
+    """What the scrubber saw."""
 
     files: int = 0
     bytes: int = 0
     damaged: int = 0
+
+    def add(self, other: Scrubbed) -> None:
+        self.files += other.files
+        self.bytes += other.bytes
+        self.damaged += other.damaged
 
 
 def verify_files(

@@ -15,6 +15,7 @@ from memkv.api.docs import openapi_document
 ROUTES = {
     "/healthz": {"get"},
     "/readyz": {"get"},
+    "/metrics": {"get"},
     "/v1/info": {"get"},
     "/v1/store/stats": {"get"},
     "/v1/store/files": {"get"},

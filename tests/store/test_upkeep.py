@@ -26,12 +26,14 @@ from store_samples import (
     tokens_of,
 )
 
+from memkv.config import StoreConfig
 from memkv.errors import BadRequestError, ConflictError, NotFoundError
 from memkv.kv.fingerprint import input_key
+from memkv.memory.metrics import store_metrics
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.rows import CollectionRow, NewDocument, PageRequest
 from memkv.store.tables import KVFile
-from memkv.store.verification import scrub
+from memkv.store.verification import Scrubbed, scrub
 
 T = DEFAULT_TENANT
 
@@ -405,3 +407,21 @@ def test_a_worker_claims_only_its_kinds(store: Store, collection: CollectionRow)
     assert (ingest_job.kind, dict(ingest_job.arguments)) == ("ingest", {})
     assert (verify_job.kind, dict(verify_job.arguments)) == ("verify", {"full": False})
     assert store.jobs.claim("c") is None
+
+
+def test_every_number_is_a_metric_of_its_own(store: Store, collection: CollectionRow) -> None:
+    ingest(store, collection, "hurt\nsound", external_id="a")
+    [hurt, _] = samples_of(store, "hurt\nsound")
+    flip(path_of(store, hurt.item), 5000)
+    assert load(store, hurt.item) is None
+    metrics = list(store_metrics(store, StoreConfig(), Scrubbed(files=3)))
+    values = {metric.name: dict(metric.samples) for metric in metrics}
+    assert len(values) == len(metrics)
+    assert values["memkv_kv_files"] == {"": 1}
+    assert values["memkv_kv_damaged"] == {"digest": 1}
+    assert values["memkv_quarantine_files"] == {"": 1}
+    assert values["memkv_documents"] == {"pending": 0, "ready": 1, "failed": 0}
+    assert values["memkv_jobs"]["succeeded"] == 1
+    assert values["memkv_scrubbed_files"] == {"": 3}
+    assert set(values["memkv_collection_kv_bytes"]) == {collection.name}
+    assert all(metric.help and (metric.label or list(metric.samples) == [""]) for metric in metrics)
