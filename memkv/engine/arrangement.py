@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memkv.engine.continuations import Continuations
 from memkv.engine.placement import Placement, place, place_behind
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
+from memkv.engine.reuse import BlockMass
 
 _MAX_ORDERS = 8  # that are tried for one request
 
@@ -22,6 +23,7 @@ class Arrangement:
         order: of the chunks, as indices into those of the request that was made.
         open_at: where earlier requests' runs could begin.
         num_continued: prompt tokens that such runs hold.
+        order_stays: whether it is the only order that will do.
     """
 
     request: GenerateRequest
@@ -29,6 +31,7 @@ class Arrangement:
     order: tuple[int, ...]
     open_at: int
     num_continued: int = 0
+    order_stays: bool = False
 
 
 def as_asked(request: GenerateRequest) -> Arrangement:
@@ -36,11 +39,25 @@ def as_asked(request: GenerateRequest) -> Arrangement:
     return _plain(request, tuple(range(len(request.chunks))))
 
 
+def as_interrupted(
+    request: GenerateRequest, answered: Sequence[int], order: tuple[int, ...], look: BlockMass | None
+) -> Arrangement:
+    """A request as it was laid out, going on behind the tokens of its answer that it has.
+
+    Args:
+        look: what its policy has measured.
+    """
+    keep_logits = min(1, request.keep_logits) if answered else request.keep_logits  # the others are kept
+    longer = replace(request, tail_ids=(*request.tail_ids, *answered), keep_logits=keep_logits)
+    return replace(_plain(longer, order, look), order_stays=True)
+
+
 def arrangements(plain: Arrangement, continuations: Continuations) -> Iterator[Arrangement]:
     """Of a request as it was asked; the last one needs the blocks that this one does, and no others."""
     request = plain.request
     if request.reuse != "off":
-        orders = _orders(request, continuations) if request.policy.reorders else []
+        reorders = request.policy.reorders and not plain.order_stays
+        orders = _orders(request, continuations) if reorders else []
         reordered = [_plain(_in_order(request, order), order) for order in orders]
         tried = [_continued(each, continuations) for each in (plain, *reordered)]
         best = min(tried, key=lambda each: each.placement.num_fresh_tokens)  # of equals the order asked for
@@ -49,8 +66,8 @@ def arrangements(plain: Arrangement, continuations: Continuations) -> Iterator[A
     yield plain
 
 
-def _plain(request: GenerateRequest, order: tuple[int, ...]) -> Arrangement:
-    placement = place(request)
+def _plain(request: GenerateRequest, order: tuple[int, ...], look: BlockMass | None = None) -> Arrangement:
+    placement = place(request, look)
     opened = placement.open_piece or placement.pieces[-1]
     return Arrangement(request, placement, order, opened.position)
 

@@ -121,7 +121,8 @@ class Engine:
         generation.on_cancel = partial(self._cancel, sequence)
         placement = sequence.placement
         require_context(self._model.spec, request.prompt_tokens, request.sampling.max_tokens)
-        blocks = placement.num_mapped_blocks + placement.num_private_blocks
+        own_blocks = placement.num_private_blocks + placement.num_answer_blocks
+        blocks = placement.num_mapped_blocks + own_blocks
         require_blocks(layout, blocks, self._num_blocks(layout))
         self._submit(sequence, layout)
         return generation

@@ -39,6 +39,7 @@ class Usage:
         blocks_shared: distinct blocks mapped, held in common with everyone else who maps them.
         blocks_fresh: private blocks of this request.
         continued_tokens: of the cached tokens, those that earlier requests left behind their own answers.
+        interruptions: how often its blocks went to older requests and were computed again; not counted above.
         fallback_reason: why less was reused than asked for; empty where nothing stood in the way.
     """
 
@@ -51,6 +52,7 @@ class Usage:
     blocks_shared: int = 0
     blocks_fresh: int = 0
     continued_tokens: int = 0
+    interruptions: int = 0
     fallback_reason: str = ""
 
 

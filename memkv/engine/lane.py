@@ -194,7 +194,8 @@ class Lane:
             sequence.run.table.check_integrity()
 
     def _choose(self, sequence: Sequence) -> None:
-        sequence.choose(self.residency, time.monotonic())
+        if sequence.look is not None:  # not interrupted meanwhile
+            sequence.choose(self.residency, time.monotonic())
 
     def _accept(self, sequence: Sequence, token: int) -> None:
         now = time.monotonic()
@@ -204,6 +205,11 @@ class Lane:
             sequence.leave_run(self.continuations)
             self._leave(sequence)
             self._outbox.finish(sequence, sequence.result(reason, now))
+            return
+        while sequence.run is not None and sequence.needs_block and not self.residency.fits((), 1):
+            self.scheduler.interrupt_last()
+        if sequence.run is not None:  # not interrupted, now or before
+            sequence.grow(self.residency)
 
     def _fill(self, parts: list[Part[ChunkFill]]) -> None:
         for fill in self.steps.fill(parts):

@@ -64,8 +64,8 @@ class Placement:
     Attributes:
         refs: the chunks to pin, each once, and what they are computed behind.
         num_fresh_blocks: private blocks that the prompt needs.
-        num_private_blocks: those, and the ones that the longest answer will need, and, before a look, the
-            ones that it may choose.
+        num_private_blocks: those, and, before a look, the ones that it may choose.
+        num_answer_blocks: that the longest answer will need beside them.
         look: what is to be measured before the policy chooses; None where it has chosen.
     """
 
@@ -74,6 +74,7 @@ class Placement:
     refs: tuple[ChunkRef, ...]
     num_fresh_blocks: int
     num_private_blocks: int
+    num_answer_blocks: int
     look: LookRequest | None = None
 
     @property
@@ -101,14 +102,12 @@ class Placement:
                 return None
         raise AssertionError("bug: a placement without a private piece")
 
-    def table(
-        self, chunks: Mapping[str, Sequence[int]], private: Sequence[int]
-    ) -> tuple[BlockTable, list[int]]:
-        """The block table of the prompt, and the private blocks that are left for the answer.
+    def table(self, chunks: Mapping[str, Sequence[int]], private: Sequence[int]) -> BlockTable:
+        """The block table of the prompt.
 
         Args:
             chunks: input key -> blocks, of every ref.
-            private: `num_private_blocks` ids.
+            private: at least `num_fresh_blocks` ids, of which the first are used.
         """
         table = BlockTable(self.block_size)
         left = list(reversed(private))  # a stack
@@ -124,7 +123,7 @@ class Placement:
             table.append(Segment(blocks, piece.num_tokens, piece.position, ref.stored_position))
             for first, count in reversed(piece.fresh):  # from the end: what is before stays segment `index`
                 table.replace(index, first, _pop(left, count))
-        return table, left[::-1]
+        return table
 
 
 def place(request: GenerateRequest, look: BlockMass | None = None) -> Placement:
@@ -182,8 +181,8 @@ def _assemble(
     # the last token of an answer is never fed back, so its key needs no slot
     longest = last.num_tokens + request.sampling.max_tokens - 1
     growth = _blocks(longest, size) - _blocks(last.num_tokens, size)
-    most = num_fresh + growth + undecided
-    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, most, look)
+    most = num_fresh + undecided
+    return Placement(size, tuple(pieces), tuple(refs.values()), num_fresh, most, growth, look)
 
 
 @dataclass(frozen=True, slots=True)

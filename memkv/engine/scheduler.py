@@ -4,8 +4,10 @@
     jobs    ──blocks──► fills                              (one chunk at a time)
 
 Blocks are given strictly in the order of waiting, across generations and jobs: the one that has waited
-longest goes first, and nobody passes it. A generation takes all the blocks it can ever need at once, and only
-the foremost job takes blocks, so those that hold some can always finish.
+longest goes first, and nobody passes it. A generation takes the blocks of its prompt at once, and those of
+its answer one by one; where none is left, the one that was admitted last gives its own back, waits as the
+foremost and computes them again later. One that could not finish alone was refused, and only the foremost job
+takes blocks, so the oldest of those that hold some can always finish.
 """
 
 from __future__ import annotations
@@ -98,15 +100,26 @@ class Scheduler:
             pin = self._residency.pin(wanted)
             task.start_next(pin, now)
             return pin
-        for arrangement in arrangements(task.asked, self._continuations):
+        spare = len(self.running)  # for their answers: who begins must not interrupt, or soon be interrupted
+        for arrangement in arrangements(task.wanted(), self._continuations):
             placement = arrangement.placement
-            if self._residency.fits(placement.refs, placement.num_private_blocks):
+            if self._residency.fits(placement.refs, placement.num_private_blocks + spare):
                 pin = task.start(arrangement, self._residency, now)
+                task.turn = next(self._numbers)
                 self._continuations.touch(ref.input_key for ref in placement.refs)
                 del self.waiting[task]
                 self.loading[task] = None
                 return pin
         return None
+
+    def interrupt_last(self) -> Sequence:
+        """Takes the blocks of the generation that got its own last; it waits as the foremost."""
+        last = max((*self.loading, *self.running), key=lambda each: each.turn)
+        self.remove(last)
+        last.interrupt(self._residency)
+        self.waiting[last] = None
+        self.waiting.move_to_end(last, last=False)
+        return last
 
     def promote(self, now: float) -> None:
         """Lets those run whose chunks are all in place."""
@@ -140,7 +153,7 @@ class Scheduler:
     @property
     def has_answers(self) -> bool:
         """Whether any sequence is in the middle of its answer."""
-        return any(each.num_generated for each in self.running)
+        return any(each.is_answering for each in self.running)
 
     def generation_parts(self, prompt_budget: int) -> list[Part[Sequence]]:
         """One token of every sequence in the middle of its answer, then prompts in order of admission.
@@ -151,8 +164,8 @@ class Scheduler:
             prompt_budget: tokens of prompts, at most.
         """
         budget = self._config.max_batch_tokens
-        answering = [each for each in self.running if each.num_generated]
-        prompts = [each for each in self.running if not each.num_generated]
+        answering = [each for each in self.running if each.is_answering]
+        prompts = [each for each in self.running if not each.is_answering]
         parts = [each.part(1) for each in answering[:budget]]
         budget = min(budget - len(parts), prompt_budget)
         for sequence in prompts:
@@ -181,9 +194,12 @@ class Scheduler:
 
     def _first_deadline(self) -> float:
         """Of those who wait."""
-        while self._deadlines and self._deadlines[0][2] not in self.waiting:
+        while self._deadlines and not self._is_current(*self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else float("inf")
+
+    def _is_current(self, deadline: float, number: int, sequence: Sequence) -> bool:
+        return sequence in self.waiting and sequence.deadline == deadline
 
     def _job_deadline(self, job: PrefillJob) -> float:
         if job.blocked_since is None:

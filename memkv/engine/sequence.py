@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkv.engine.answer_text import AnswerText
-from memkv.engine.arrangement import Arrangement, as_asked
+from memkv.engine.arrangement import Arrangement, as_asked, as_interrupted
 from memkv.engine.batch import Part
 from memkv.engine.continuations import Continuations, PromptOrigin
 from memkv.engine.generation import (
@@ -25,6 +25,7 @@ from memkv.engine.look import Look
 from memkv.engine.placement import place
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
+from memkv.engine.reuse import BlockMass
 from memkv.engine.token_run import Int64s, TokenRun
 from memkv.errors import PoolExhausted
 
@@ -33,11 +34,12 @@ class Sequence:
     """A request with its blocks, its unfinished tokens and its answer.
 
     waiting ──start──► loading ──begin──► running ──accept...──► finished
-                                  └─► looking ──choose──┘          where its policy looks first
+       ▲                  │       └─► looking ──choose──┘          where its policy looks first
+       └───interrupt──────┴──────────────────┘                     where blocks ran out
 
     Attributes:
         asked: the request as it was submitted.
-        request: as it is laid out.
+        request: as it is laid out; what it had answered when it was interrupted is part of its tail.
         look: while it is looking; its run is then the looking pass.
         leaves_run: whether it may leave its last run to later requests.
     """
@@ -59,6 +61,7 @@ class Sequence:
         self.since = now  # submitted
         self.deadline = now + (queue_seconds if request.queue_seconds is None else request.queue_seconds)
         self.is_finished = False
+        self.turn = 0  # among those who get blocks, when it last got its own
         self.run: TokenRun | None = None
         self.look: Look | None = None
         self.leaves_run = request.reuse != "off"
@@ -66,17 +69,20 @@ class Sequence:
         self._answer = AnswerText(request.decoder() if request.decoder else None, request.sampling.stop)
         self._pin: Pin | None = None
         self._private: list[int] = []
-        self._reserve: deque[int] = deque()
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logit_positions: list[int] = []
         self._order = tuple(range(len(request.chunks)))
         self._open_at = self._num_continued = 0
+        self._mass: BlockMass | None = None  # what its look has measured
+        self._num_resumed = 0  # tokens of its answer in its request's tail
+        self._num_interrupted = 0
+        self._used = Usage(prompt_tokens=request.prompt_tokens)  # when it last gave its blocks back
         self._healed_chunks = 0
         self._healed_tokens = 0
         self._looked_tokens = 0
-        self._started: float | None = None  # when it had its blocks,
+        self._started: float | None = None  # when it first had its blocks,
         self._ready: float | None = None  # its chunks,
         self._chosen: float | None = None  # what its policy wanted to know,
         self._first_token: float | None = None  # and its first token
@@ -109,8 +115,28 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self._token_ids)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether its next step is one more token of its answer."""
+        return len(self._token_ids) > self._num_resumed
+
+    @property
+    def needs_block(self) -> bool:
+        """Whether its last block is full."""
+        assert self.run is not None
+        last = self.run.table.segments[-1]
+        return last.num_tokens == len(last.blocks) * self.run.table.block_size
+
+    def wanted(self) -> Arrangement:
+        """As it was asked, or what is left of it where it was interrupted."""
+        if not self._num_interrupted:
+            return self.asked
+        answered = self._token_ids[self._num_resumed :]
+        return as_interrupted(self.request, answered, self._order, self._mass)
+
     def start(self, arrangement: Arrangement, residency: Residency, now: float) -> Pin:
-        """Takes every block that it will ever need. Raises `PoolExhausted` and then holds none."""
+        """Takes the blocks of its prompt. Raises `PoolExhausted` and then holds none."""
+        self._num_resumed = len(self._token_ids)
         self.request, self.placement = arrangement.request, arrangement.placement
         self._order = arrangement.order
         self._open_at, self._num_continued = arrangement.open_at, arrangement.num_continued
@@ -128,17 +154,20 @@ class Sequence:
         if self.placement.look is not None:
             self.look = Look(self.placement.look, self.request, self.placement)
         self._lay_out()
-        self._started = now
+        if self._started is None:
+            self._started = now
         return pin
 
     def begin(self, now: float) -> None:
         """Every mapped chunk is in place."""
-        self._ready = now
+        if self._ready is None:
+            self._ready = now
 
     def choose(self, residency: Residency, now: float) -> None:
         """The look is over: the policy names its blocks, and those that it spared are given back."""
         assert self.look is not None and self.run is not None, "bug: a choice without a look"
-        self.placement = place(self.request, self.look.block_mass())
+        self._mass = self.look.block_mass()
+        self.placement = place(self.request, self._mass)
         spare = len(self._private) - self.placement.num_private_blocks
         assert spare >= 0, "bug: a look chose more blocks than were taken"
         if spare:
@@ -154,13 +183,25 @@ class Sequence:
         self._healed_chunks += 1
         self._healed_tokens += chunk.ref.num_tokens
 
+    def interrupt(self, residency: Residency) -> None:
+        """Gives everything back, to go on from the tokens that it has when there is room again."""
+        self._used = self._usage()
+        self.release(residency)
+        self._num_interrupted += 1
+        self.deadline = float("inf")
+        self.run = self.look = None
+        if not self._token_ids:
+            self._logits.clear()
+            self._logit_positions.clear()
+
     def leave_run(self, continuations: Continuations) -> None:
         """At its end: what it computed last, behind a context that was exact throughout, outlives it."""
-        if not (self.leaves_run and self.placement.is_exact):
+        if not (self.leaves_run and self.placement.is_exact) or self.run is None:
             return
-        assert self.run is not None and self.run.remaining == 0, "bug: an answer ended before it was computed"
+        assert self.run.remaining == 0, "bug: an answer ended before it was computed"
         last = self.run.table.segments[-1]
-        ids = np.concatenate((self.request.prompt_ids, self._token_ids), dtype=np.int64)
+        answered = self._token_ids[self._num_resumed :]
+        ids = np.concatenate((self.request.prompt_ids, answered), dtype=np.int64)
         if continuations.keep(self.origin, ids, last, self._open_at):
             left = set(last.blocks)
             self._private = [block for block in self._private if block not in left]
@@ -181,7 +222,7 @@ class Sequence:
         left = run.remaining - count  # tokens that come in later steps
         if self.look is not None:
             return Part(self, run, count, look=self.look.wanted, look_rows=self.look.rows_of(count, left))
-        if self._token_ids:
+        if self.is_answering:
             return Part(self, run, count, num_logits=1)
         return Part(self, run, count, max(0, min(count, max(1, self.request.keep_logits) - left)))
 
@@ -192,7 +233,7 @@ class Sequence:
             self._logit_positions.extend(positions.tolist())
 
     def accept(self, token_id: int, now: float) -> tuple[TokenEvent, FinishReason | None]:
-        """Adds a sampled token; makes room for its key unless it is the last one."""
+        """Adds a sampled token; without a reason to finish, `grow` follows, unless it is interrupted."""
         if self._first_token is None:
             self._first_token = now
         self._token_ids.append(token_id)
@@ -206,13 +247,18 @@ class Sequence:
                 reason = "stop"
             elif len(self._token_ids) == self.request.sampling.max_tokens:
                 reason = "length"
-        if reason is None:
-            self._grow(token_id)
-        elif not self._answer.stopped:
+        if reason is not None and not self._answer.stopped:
             text += self._answer.finish()
             reason = "stop" if self._answer.stopped else reason
         self._text.append(text)
         return TokenEvent(token_id, text), reason
+
+    def grow(self, residency: Residency) -> None:
+        """Makes room for the key of its last token. Raises `PoolExhausted` where that takes a block."""
+        assert self.run is not None
+        blocks = residency.allocate(1) if self.needs_block else []
+        self._private.extend(blocks)
+        self.run.append(self._token_ids[-1], blocks)
 
     def result(self, reason: FinishReason, now: float) -> GenerationResult:
         return GenerationResult(
@@ -230,22 +276,15 @@ class Sequence:
         """Makes the table of the placement, and the run of what is to be computed in it."""
         assert self._pin is not None
         blocks = {chunk.ref.input_key: chunk.blocks for chunk in self._pin.chunks}
-        table, reserve = self.placement.table(blocks, self._private)
-        self._reserve = deque(reserve)
+        table = self.placement.table(blocks, self._private)
         room = self.request.sampling.max_tokens - 1
         self.run = TokenRun.of_private(table, self.request.prompt_ids, room)
 
-    def _grow(self, token_id: int) -> None:
-        assert self.run is not None
-        table = self.run.table
-        last = table.segments[-1]
-        full = last.num_tokens == len(last.blocks) * table.block_size
-        self.run.append(token_id, [self._reserve.popleft()] if full else [])
-
     def _usage(self) -> Usage:
-        prompt = self.request.prompt_tokens
+        prompt = self.asked.request.prompt_tokens
         if self.run is None:
-            return Usage(prompt_tokens=prompt)
+            completion_tokens, interruptions = len(self._token_ids), self._num_interrupted
+            return replace(self._used, completion_tokens=completion_tokens, interruptions=interruptions)
         fresh = int(np.count_nonzero(self.run.positions < prompt))
         computed = min(self.run.done, fresh) if self.look is None else 0
         mapped = prompt - fresh
@@ -260,6 +299,7 @@ class Sequence:
             blocks_shared=len(set(self.run.table.shared_blocks())),
             blocks_fresh=self.placement.num_fresh_blocks,
             continued_tokens=self._num_continued if is_ready else 0,
+            interruptions=self._num_interrupted,
             fallback_reason="chunk_kv_missing" if self._healed_chunks else "",
         )
 

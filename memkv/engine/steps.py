@@ -65,7 +65,7 @@ class Steps:
 
     def generate(self, parts: Some[Part[Sequence]]) -> None:
         """Submits a step of generations."""
-        num_prompt = sum(part.count for part in parts if not part.owner.num_generated)
+        num_prompt = sum(part.count for part in parts if not part.owner.is_answering)
         batch = Batch.build(parts)
         watch = Stopwatch(self._runner.device)
         result = self._runner.run(batch, self._kv_cache)
@@ -75,11 +75,12 @@ class Steps:
         rows = itertools.accumulate((part.num_logits for part in parts), initial=0)
         for part, row in zip(parts, rows, strict=False):
             sequence, completes, positions = part.owner, part.completes, part.positions
+            answering = sequence.is_answering
             part.run.done += part.count
             if sequence.look is not None:
                 self._look(part, masses, completes)
                 continue
-            self.counters.prefilled_tokens += 0 if sequence.num_generated else part.count
+            self.counters.prefilled_tokens += 0 if answering else part.count
             if part.num_logits:
                 assert result.logits is not None
                 end = row + part.num_logits

@@ -99,7 +99,9 @@ class Driver:
         self.source.kept.update(other.source.kept)
 
     def sequence(self, *chunks: ChunkRef, tail: int | tuple[int, ...] = 5, **changes: Any) -> Sequence:
-        sampling = {name: changes.pop(name) for name in ("max_tokens",) if name in changes}
+        sampling = {
+            name: changes.pop(name) for name in ("max_tokens", "temperature", "seed") if name in changes
+        }
         request = GenerateRequest(
             changes.pop("prefix", self.prompts.prefix),
             chunks,
@@ -172,7 +174,10 @@ class Driver:
         """Runs to the end; the answer is what it has to be."""
         self.run()
         result = sequence.generation.result(0)
-        expected = fake_answer(sequence.request.prompt_ids.tolist(), sequence.request.sampling.max_tokens)
+        prompt = sequence.request.prompt_ids[
+            : result.usage.prompt_tokens
+        ].tolist()  # behind it, what it resumed
+        expected = fake_answer(prompt, sequence.request.sampling.max_tokens)
         assert result.token_ids == expected
         return result.token_ids
 

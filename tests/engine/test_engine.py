@@ -411,7 +411,7 @@ def test_a_slow_read_holds_up_its_own_request_only(engine: Engine, prompts: Rand
 def test_waiting_has_an_end(make_engine: MakeEngine, runner: FakeRunner, prompts: RandomPrompts) -> None:
     engine = make_engine(num_blocks=16)
     runner.before = lambda batch: time.sleep(0.02)
-    hog = engine.generate(request_of(prompts, reuse="off", max_tokens=200), MemorySource())
+    hog = engine.generate(request_of(prompts, reuse="off", tail=190, max_tokens=40), MemorySource())
     late = engine.generate(
         request_of(prompts, reuse="off", tail=100, max_tokens=30, queue_seconds=0.1), MemorySource()
     )

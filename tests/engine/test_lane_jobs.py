@@ -92,7 +92,7 @@ def test_a_query_that_waits_for_blocks_goes_before_the_rest_of_a_job() -> None:
 
 def test_a_job_that_finds_no_blocks_in_time_is_told_so() -> None:
     driver = Driver(num_blocks=8, queue_seconds=5.0)
-    hog = driver.submit(tail=SIZE, max_tokens=6 * SIZE)
+    hog = driver.submit(tail=6 * SIZE, max_tokens=SIZE)
     driver.settle()
     job = driver.submit_job(driver.prompts.chunk(40, "a"))
     driver.settle()

@@ -63,14 +63,14 @@ def test_it_looks_chooses_and_computes(driver: Driver) -> None:
     sequence = submit(driver, Given([[], [1, 2], [2]], 5), tail=7, max_tokens=20)
     driver.settle()
     assert sequence.look is not None and sequence.run is not None
-    assert len(sequence.private_blocks) == 5 + 2  # the worst choice; tail and answer
+    assert len(sequence.private_blocks) == 5 + 1  # the worst choice; the tail
     blocks = [list(s.blocks) for s in sequence.run.table.segments if not s.private]
     driver.step("generation")  # the look
     assert driver.runner.batches[-1].logit_rows == []
     assert driver.runner.batches[-1].num_tokens == 7
     assert [[[7.0 * block for block in each] for each in blocks[1:]]] == SEEN
     assert sequence.look is None
-    assert len(sequence.private_blocks) == 2 + 1 + 2  # two were spared, and are free again
+    assert len(sequence.private_blocks) == 2 + 1 + 1  # two were spared, and are free again
     driver.lane.check_integrity()
     driver.step("generation")
     assert driver.runner.batches[-1].num_tokens == 2 * SIZE + 1 + 7

@@ -38,16 +38,6 @@ def test_blocks_are_given_in_order_and_nobody_passes() -> None:
     driver.assert_idle()
 
 
-def test_a_sequence_takes_all_the_blocks_it_can_ever_need() -> None:
-    driver = Driver(num_blocks=8)
-    driver.prompts.prefix = ChunkRef("prefix", (), ())
-    long = driver.submit(tail=10, max_tokens=7 * SIZE)
-    driver.settle()
-    assert driver.lane.residency.counts().private == 8  # 10 + 112 - 1 tokens
-    driver.finish(long)
-    driver.assert_idle()
-
-
 def test_who_waits_past_the_deadline_is_told_so() -> None:
     driver = Driver(num_blocks=8, queue_seconds=5.0)
     driver.prompts.prefix = ChunkRef("prefix", (), ())

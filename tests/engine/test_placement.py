@@ -74,15 +74,16 @@ def test_the_table_covers_the_prompt_exactly(
         for index, ref in enumerate(placement.refs)
     }
     private = list(range(placement.num_private_blocks))
-    table, reserve = placement.table(shared, private)
+    table = placement.table(shared, private)
     table.check_integrity()
 
     positions = [p for s in table.segments for p in range(s.position, s.end)]
     assert positions == list(range(request.prompt_tokens))
     assert table.segments[-1].private and table.segments[-1].num_tokens >= tail
-    assert sorted(table.private_blocks() + reserve) == private
+    assert sorted(table.private_blocks()) == private
     assert len(table.private_blocks()) == placement.num_fresh_blocks
-    room = len(table.segments[-1].blocks) * SIZE - table.segments[-1].num_tokens + len(reserve) * SIZE
+    room = len(table.segments[-1].blocks) * SIZE - table.segments[-1].num_tokens
+    room += placement.num_answer_blocks * SIZE
     assert max_tokens - 1 <= room < max_tokens - 1 + SIZE
     assert placement.num_mapped_blocks == sum(map(len, shared.values()))
 
