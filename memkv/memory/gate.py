@@ -35,7 +35,7 @@ def choose_policy(
 
 
 def cheapest_that_passed(gates: Sequence[GateRow], chunk_tokens: int, config: QueryConfig) -> ChosenPolicy:
-    """Of the policies that were measured, the cheapest that passes; `exact` and the reason where none does.
+    """Of the approximations that were measured, the cheapest that passes; `exact` and why where none does.
 
     A policy passes if on every kind of tasks that was measured, with at least `gate_questions` questions, it
     adds at most `gate_dnll` nats a token to the gold answer, at the upper end of the interval. Kinds that the
@@ -53,20 +53,26 @@ def cheapest_that_passed(gates: Sequence[GateRow], chunk_tokens: int, config: Qu
     by_policy: dict[str, list[GateRow]] = defaultdict(list)
     for row in can_do:
         by_policy[row.policy].append(row)
-    whole = {
-        policy: rows for policy, rows in by_policy.items() if {(row.data, row.kind) for row in rows} == kinds
-    }
-    passed = [
-        (max(row.fresh for row in rows), policy)
-        for policy, rows in whole.items()
-        if all(row.questions >= config.gate_questions and row.dnll_high <= config.gate_dnll for row in rows)
+    whole = [
+        (max(row.fresh for row in rows), name, rows)
+        for name, rows in by_policy.items()
+        if {(row.data, row.kind) for row in rows} == kinds and _approximation(name)
     ]
-    for _, cheapest in sorted(passed):
-        try:
-            return ChosenPolicy(parse_policy(cheapest))
-        except BadRequestError:  # measured by a memkv that had it, or a peer
-            continue
+    for _, name, rows in sorted(whole, key=lambda each: each[:2]):
+        if all(row.questions >= config.gate_questions and row.dnll_high <= config.gate_dnll for row in rows):
+            return ChosenPolicy(parse_policy(name))
     close = f"keeps within {config.gate_dnll:g} nats a token"
-    if any(all(row.dnll_high <= config.gate_dnll for row in rows) for rows in whole.values()):
+    if any(all(row.dnll_high <= config.gate_dnll for row in rows) for _, _, rows in whole):
         close += f" on at least {config.gate_questions} questions of each kind"
-    return ChosenPolicy(Exact(), f"no policy that was measured for this model {close}, so auto means exact")
+    return ChosenPolicy(
+        Exact(), f"no approximation that was measured for this model {close}, so auto means exact"
+    )
+
+
+def _approximation(name: str) -> bool:
+    """Whether it is a policy of this memkv, no peer, that computes less than `exact` does."""
+    try:
+        policy = parse_policy(name)
+    except BadRequestError:
+        return False
+    return not isinstance(policy, Exact) and not policy.reorders

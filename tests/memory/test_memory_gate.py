@@ -70,6 +70,13 @@ def test_a_peer_that_passed_is_not_served() -> None:
     assert chosen_of(rows).policy.name == "head:2"
 
 
+def test_that_exact_passes_is_no_news() -> None:
+    rows = [gate("map", 0.5), *(gate(name, 0.0, fresh=0.9, questions=9) for name in ("exact", "order"))]
+    chosen = chosen_of(rows)
+    assert isinstance(chosen.policy, Exact)
+    assert chosen.fallback_reason.endswith("0.1 nats a token, so auto means exact")
+
+
 def test_the_margin_is_configured() -> None:
     rows = [gate("map", 0.3)]
     assert chosen_of(rows, replace(CONFIG, gate_dnll=0.3)).policy.name == "map"
