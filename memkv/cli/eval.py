@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from memkv.cli.log import log_warnings_to_stderr
-from memkv.cli.output import Output, bytes_text, output_options, table
+from memkv.cli.output import Output, bytes_text, output_options, printable, table
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options
 from memkv.errors import BadRequestError
 
 if TYPE_CHECKING:
     from memkv.eval.study import Row, Study
+    from memkv.memory.gate import ChosenPolicy
+    from memkv.store.store import Store
 
 _POLICIES = ("map", "head:1", "select:0.1", "select:0.2")
 
@@ -37,7 +39,9 @@ def evaluate() -> None:
 @click.option("--questions", type=click.IntRange(1), help="At most so many, the first.  [default: all]")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="What to measure; may be repeated.")
 @click.option("--length", type=click.IntRange(16), default=4096, show_default=True, help="Retrieved tokens.")
-@click.option("--chunk-tokens", type=click.IntRange(16), default=256, show_default=True, help="Of one chunk.")
+@click.option(
+    "--chunk-tokens", type=click.IntRange(16, 4096), default=256, show_default=True, help="Of one chunk."
+)
 @click.option("--order", type=click.Choice(["retrieved", "shuffled"]), default="retrieved", show_default=True)
 @click.option(
     "--primer",
@@ -72,9 +76,19 @@ def run(target: Target, out: Output, **options: Any) -> None:
         raise BadRequestError(
             "--gate goes by prompts that a server makes", hint="leave --order and --primer stored out"
         )
+    if options["times_only"] and (options["gate"] or not options["timed"]):
+        raise BadRequestError(
+            "--times-only measures no quality: nothing for --gate, and nothing at all with --timed 0",
+            hint="leave one of them out",
+        )
     output: Path | None = options["output"]
     if output and not output.resolve().parent.is_dir():
         raise BadRequestError(f"{output} is in no directory that exists", hint="make it first")
+    if output and output.exists() and not output.is_file():
+        raise BadRequestError(f"{output} is no file", hint="name another")
+    if options["gate"]:
+        with _store(target):  # refused now rather than when all is measured
+            pass
     with steps(out) as tell:
         tell("loading the models")
         from memkv.eval.generator import generate_tasks
@@ -146,26 +160,34 @@ def gate(result: Path, target: Target, out: Output) -> None:
     from memkv.eval.study import read_study
 
     study = read_study(result)
-    passed = _keep(target, study)
+    chosen = _keep(target, study)
+    auto, reason = chosen.policy.name, chosen.fallback_reason
     if out.is_json:
-        out.json({"fingerprint": study.fingerprint_digest, "rows": len(study.rows), "auto": passed})
+        kept = {"fingerprint": study.fingerprint_digest, "rows": len(study.rows)}
+        out.json({**kept, "auto": auto, "fallback_reason": reason})
     else:
-        click.echo(f"kept {len(study.rows)} rows for {study.model}; auto means {passed}")
+        click.echo(
+            f"kept {len(study.rows)} rows for {printable(study.model)}; {reason or f'auto means {auto}'}"
+        )
 
 
-def _keep(target: Target, study: Study) -> str:
+def _keep(target: Target, study: Study) -> ChosenPolicy:
     """Writes the result to the store, and says what `auto` means from now on."""
     from memkv.memory.gate import cheapest_that_passed
-    from memkv.store.store import Store
 
-    config = target.config()
     rows = study.gate_rows()
-    with Store.open(
-        Path(config.store.data_dir), config.store.database_url or None, busy_seconds=config.store.busy_seconds
-    ) as store:
+    with _store(target) as store:
         store.catalog.put_gates(study.fingerprint_digest, rows)
         kept = store.catalog.gates(study.fingerprint_digest)
-    return cheapest_that_passed(kept, rows[0].chunk_tokens, config.query).policy.name
+    return cheapest_that_passed(kept, rows[0].chunk_tokens, target.config().query)
+
+
+def _store(target: Target) -> Store:
+    """Raises `MemKVError` where a server, or another command, has it open."""
+    from memkv.store.store import Store
+
+    config = target.config().store
+    return Store.open(Path(config.data_dir), config.database_url or None, busy_seconds=config.busy_seconds)
 
 
 def _write(path: Path, study: Study) -> None:
@@ -183,8 +205,10 @@ def _text(study: Study) -> str:
     return "\n".join(
         (
             table(head, [[each[name] for name in head] for each in cells]),
-            f"{study.model}, {study.dtype}, KV {study.kv_dtype}, on {study.device}; {study.data}; "
-            f"about {study.chunk_tokens_mean:.0f} retrieved tokens, {study.prefix_tokens} of prefix",
+            printable(
+                f"{study.model}, {study.dtype}, KV {study.kv_dtype}, on {study.device}; {study.data}; "
+                f"about {study.chunk_tokens_mean:.0f} retrieved tokens, {study.prefix_tokens} of prefix"
+            ),
         )
     )
 

@@ -18,6 +18,20 @@ def draw(studies: Sequence[Study], path: Path) -> None:
     Raises:
         BadRequestError: the file's name ends in no form that can be drawn.
     """
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False}):  # words stay words
+        figure = _figure(studies)
+        try:
+            figure.savefig(path)
+        except ValueError as error:
+            raise BadRequestError(f"{path.name}: {error}", hint="end it in .png, .svg or .pdf") from None
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise BadRequestError(
+                f"{path}: {reason}", hint="give a file in a directory that exists"
+            ) from None
+
+
+def _figure(studies: Sequence[Study]) -> Figure:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for study in studies:
@@ -29,8 +43,8 @@ def draw(studies: Sequence[Study], path: Path) -> None:
                 [100 * row.fresh for row in rows],
                 [row.dnll for row in rows],
                 yerr=[
-                    [row.dnll - row.dnll_low for row in rows],
-                    [row.dnll_high - row.dnll for row in rows],
+                    [max(0.0, row.dnll - row.dnll_low) for row in rows],  # never below 0, by rounding either
+                    [max(0.0, row.dnll_high - row.dnll) for row in rows],
                 ],
                 fmt="o",
                 capsize=3,
@@ -43,11 +57,4 @@ def draw(studies: Sequence[Study], path: Path) -> None:
     axes.set_ylabel("added negative log-likelihood, nats a token")
     axes.axhline(0, linewidth=0.5)
     axes.legend(fontsize=8)
-    try:
-        with rc_context({"svg.fonttype": "none"}):  # words stay words
-            figure.savefig(path)
-    except ValueError as error:
-        raise BadRequestError(f"{path.name}: {error}", hint="end it in .png, .svg or .pdf") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise BadRequestError(f"{path}: {reason}", hint="give a file in a directory that exists") from None
+    return figure

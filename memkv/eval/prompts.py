@@ -73,7 +73,7 @@ class PromptMaker:
 
     Args:
         embedder: orders chunks; not used where they are shuffled.
-        max_context: of the model.
+        room: the most tokens of a prompt and its gold answer.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class PromptMaker:
         template: PromptTemplate,
         embedder: Embedder,
         form: Form,
-        max_context: int,
+        room: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._embedder = embedder
         self._form = form
-        self._max_context = max_context
+        self._room = room
         primer = primer_ids(tokenizer, form.primer_documents)
         if form.primer == "prompt":
             self._template = template = template.with_primer(primer)
@@ -120,7 +120,7 @@ class PromptMaker:
         return self._ref((), self._context_ids)
 
     def make(self, task: Task) -> Prompt:
-        """Raises `BadRequestError` where the task alone exceeds the model's context."""
+        """Raises `BadRequestError` where the task exceeds the room."""
         own = self._rows(task.contexts)
         others = self._shared if task.distractors is None else self._rows(task.distractors)
         ranked = self._ranked(task, own + [row for row in others if row not in set(own)])
@@ -133,10 +133,10 @@ class PromptMaker:
         prompt = self._prompt(task, [row for row in ranked if row in taken])
         total = len(self._template.prefix_ids) + prompt.chunk_tokens
         total += len(prompt.tail_ids) + len(prompt.gold_ids)
-        if total > self._max_context:
+        if total > self._room:
             raise BadRequestError(
-                f"task {task.id} takes {total} tokens; the model's context is {self._max_context}",
-                hint="lower --length, or leave the task out",
+                f"task {task.id} takes {total} tokens; the model's context has room for {self._room}",
+                hint="lower --length or --answers, or leave the task out",
             )
         return prompt
 

@@ -89,7 +89,8 @@ def run_evaluation(
     tokenizer = TextTokenizer(model.tokenizer)
     template = template_of(tokenizer, plan.form.system_prompt)
     tell("cutting and embedding contexts")
-    maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, model.spec.max_context)
+    room = max(0, model.spec.max_context - plan.answer_tokens)
+    maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, room)
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
     prompts = list(_that_fit(maker, asked[: plan.questions or None], tell))
     started = time.perf_counter()

@@ -14,6 +14,8 @@ from memkv.store.rows import GateRow
 Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
+_HINT = "give a file that `memkv eval run` wrote"
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One policy on tasks of one kind, against a full prefill of the same prompts by the same engine.
@@ -95,10 +97,13 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
                 "these prompts are not made as a server makes them",
                 hint="measure with --order retrieved, and without --primer stored",
             )
+        chunk_tokens = self.form.get("chunk_tokens")
+        if not isinstance(chunk_tokens, int) or not 16 <= chunk_tokens <= 4096:
+            raise BadRequestError(f"no collection has chunks of {chunk_tokens} tokens", hint=_HINT)
         rows = [
             GateRow(
                 data=self.data,
-                chunk_tokens=int(self.form["chunk_tokens"]),
+                chunk_tokens=chunk_tokens,
                 kind=row.kind,
                 policy=row.policy,
                 questions=row.questions,
@@ -119,18 +124,16 @@ def read_study(path: Path) -> Study:
     try:
         study = msgspec.json.decode(path.read_bytes(), type=Study)
     except OSError as error:
-        raise BadRequestError(
-            f"{path} cannot be read: {error.strerror or error}",
-            hint="give a file that `memkv eval run` wrote",
-        ) from None
+        raise BadRequestError(f"{path} cannot be read: {error.strerror or error}", hint=_HINT) from None
     except msgspec.DecodeError as error:
-        raise BadRequestError(
-            f"{path} is no result of an evaluation: {error}", hint="give a file that `memkv eval run` wrote"
-        ) from None
+        raise _no_result(path, str(error)) from None
+    if not study.rows:
+        raise _no_result(path, "it has no rows")
     names = [(row.kind, row.policy) for row in study.rows]
     if len(set(names)) < len(names):
-        raise BadRequestError(
-            f"{path} is no result of an evaluation: a policy stands there twice for the same tasks",
-            hint="give a file that `memkv eval run` wrote",
-        )
+        raise _no_result(path, "a policy stands there twice for the same tasks")
     return study
+
+
+def _no_result(path: Path, why: str) -> BadRequestError:
+    return BadRequestError(f"{path} is no result of an evaluation: {why}", hint=_HINT)

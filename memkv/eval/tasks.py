@@ -18,6 +18,8 @@ from memkv.errors import BadRequestError
 
 _FORM = 'one JSON object a line: {"question": "...", "answers": ["..."], "contexts": ["..."]}'
 
+_MAX_NAME = 100  # characters of a kind's and of a file's name that are kept
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -47,9 +49,9 @@ def read_tasks(path: Path) -> list[Task]:
         BadRequestError: the file cannot be read, or a line is no task; the line's number is named.
     """
     try:
+        if not path.is_file():  # a pipe could not be read again for its digest
+            raise BadRequestError(f"there is no file {path}", hint="give --data FILE.jsonl")
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise BadRequestError(f"there is no file {path}", hint="give --data FILE.jsonl") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequestError(f"{path} cannot be read: {error}", hint=f"it is to be UTF-8, {_FORM}") from None
     tasks = list(_tasks(text, path))
@@ -60,7 +62,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 def describe(path: Path) -> str:
     """A file's name and what it holds, for the record: SHA-256 in part."""
-    return f"{path.name} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
+    return f"{_name(path.name)} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
 
 
 def _tasks(text: str, path: Path) -> Iterator[Task]:
@@ -87,15 +89,22 @@ def _task(row: Any, default_id: str, default_kind: str) -> Task:
         raise ValueError("`question` is missing or empty")
     if not all(isinstance(answer, str) for answer in answers) or not str(answers[0]).strip():
         raise ValueError("`answers` holds something that is no text, or an empty one")
-    kind = row.get("kind", default_kind)
+    kind, answer_start = row.get("kind"), row.get("answer_start", "")
+    if not isinstance(answer_start, str):
+        raise ValueError("`answer_start` is no text")
     return Task(
         id=str(row.get("id", default_id)),
-        kind=kind if isinstance(kind, str) and kind else default_kind,
+        kind=_name(kind if isinstance(kind, str) and kind else default_kind),
         question=question,
         answers=tuple(answers),
         contexts=tuple(contexts),
-        answer_start=str(row.get("answer_start", "")),
+        answer_start=answer_start,
     )
+
+
+def _name(text: str) -> str:
+    """As a result can keep it: on one line, and short."""
+    return "".join(char if char.isprintable() else " " for char in text)[:_MAX_NAME]
 
 
 def _list(row: dict[str, Any], name: str) -> list[Any]:

@@ -21,6 +21,7 @@ from memkv.eval.run import Plan, run_evaluation
 from memkv.eval.study import Row, Study, read_study
 from memkv.eval.subjects import parse_subject
 from memkv.eval.tasks import Task
+from memkv.store import Store
 
 POLICIES = ("exact", "map", "head:1", "select:0.3", "mass:0.5", "cacheblend:1.0", "cacheblend:0.2", "alone")
 
@@ -104,7 +105,8 @@ def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None
     twice = whole.replace('"policy":"map"', '"policy":"exact"')
     absurd = [whole.replace('"questions":2', f'"questions":{number}') for number in (-1, 2**63, 2**31)]
     odd = whole.replace('"kind":"multi_hop"', '"kind":"multi\\u0000hop"')
-    for text in ("{}", "", "[1]", '{"model": 3}', twice, *absurd, odd):
+    empty = msgspec.json.encode(msgspec.structs.replace(study, rows=[])).decode()
+    for text in ("{}", "", "[1]", '{"model": 3}', twice, *absurd, odd, empty):
         assert text != whole
         path.write_text(text)
         with pytest.raises(BadRequestError, match="no result of an evaluation"):
@@ -119,6 +121,9 @@ def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
     for other in ({"primer": "stored"}, {"order": "shuffled"}):
         with pytest.raises(BadRequestError, match="as a server makes them"):
             msgspec.structs.replace(study, form={**study.form, **other}).gate_rows()
+    for size in (None, "256", 15, 4097, 10**30):
+        with pytest.raises(BadRequestError, match="no collection has chunks"):
+            msgspec.structs.replace(study, form={**study.form, "chunk_tokens": size}).gate_rows()
     with pytest.raises(BadRequestError, match="no policy was measured"):
         msgspec.structs.replace(study, rows=rows(study, "full")).gate_rows()
 
@@ -133,6 +138,8 @@ def test_a_task_that_exceeds_the_context_is_left_out_and_said(config: Config) ->
     assert any("giant" in words and "context" in words for words in told)
     with pytest.raises(BadRequestError, match="giant"):
         run_evaluation(config, [large], "x", plan("map", timed=0))
+    with pytest.raises(BadRequestError, match="room for 96"):
+        run_evaluation(config, small, "x", plan("map", timed=0, answer_tokens=4000))
 
 
 def test_nothing_to_measure_is_refused(config: Config) -> None:
@@ -167,6 +174,7 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
     assert shown.output.count("needle_among") >= 2
     gated = runner.invoke(main, ["eval", "gate", str(kept), *common, "--format", "json"])
     assert json.loads(gated.stdout)["auto"] == "exact"  # two questions prove nothing
+    assert "so auto means exact" in json.loads(gated.stdout)["fallback_reason"]
     refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "no file" in refused.output
@@ -174,9 +182,16 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
         ["--gate", "--primer", "stored"],
         ["--gate", "--order", "shuffled"],
         ["--output", str(tmp_path / "none" / "x.json")],
+        ["--output", "/dev/null"],
+        ["--times-only", "--timed", "0"],
+        ["--times-only", "--gate"],
     ):
         refused = runner.invoke(main, ["eval", "run", *common, *wrong])
-        assert refused.exit_code == 2
+        assert refused.exit_code == 2, wrong
+    with Store.open(data):
+        refused = runner.invoke(main, ["eval", "run", *common, "--gate"])
+    assert refused.exit_code == 1
+    assert "question 1" not in refused.output
 
 
 def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:
@@ -187,6 +202,12 @@ def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:
         draw([study], tmp_path / "frontier.xyz")
     with pytest.raises(BadRequestError, match="no such file or directory"):
         draw([study], tmp_path / "nowhere" / "frontier.svg")
+
+
+def test_odd_names_and_intervals_are_drawn(study: Study, tmp_path: Path) -> None:
+    row = msgspec.structs.replace(rows(study, "map")[0], kind="$\\a_$", dnll=0.1, dnll_low=0.1 + 1e-12)
+    draw([msgspec.structs.replace(study, rows=[row])], tmp_path / "frontier.svg")
+    assert "$\\a_$" in (tmp_path / "frontier.svg").read_text()
 
 
 def test_a_policy_named_twice_is_measured_once(config: Config) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memkv.errors import BadRequestError
 from memkv.eval.generator import KINDS, generate_tasks
-from memkv.eval.tasks import read_tasks
+from memkv.eval.study import Name
+from memkv.eval.tasks import describe, read_tasks
 
 GOOD = {"question": "Who?", "answers": ["Ada"], "contexts": ["Ada did it."]}
 
@@ -43,6 +45,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         ({**GOOD, "contexts": ["\n"]}, "context"),
         ({**GOOD, "question": "\ud800"}, "surrogate"),
         ({**GOOD, "kind": "\udfff"}, "surrogate"),
+        ({**GOOD, "answer_start": None}, "answer_start"),
     ],
 )
 def test_a_line_that_is_no_task_is_named(tmp_path: Path, row: object, what: str) -> None:
@@ -50,6 +53,12 @@ def test_a_line_that_is_no_task_is_named(tmp_path: Path, row: object, what: str)
         read_tasks(write(tmp_path / "set.jsonl", GOOD, row))
     assert "line 2" in caught.value.detail
     assert '"question"' in caught.value.hint
+
+
+def test_names_are_such_as_a_result_can_keep(tmp_path: Path) -> None:
+    odd = write(tmp_path / ("long\n" + "x" * 200), {**GOOD, "kind": "a\x00b" + "k" * 300}, GOOD)
+    for name in (*(task.kind for task in read_tasks(odd)), describe(odd)):
+        assert msgspec.convert(name, Name).isprintable()
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
@@ -60,7 +69,7 @@ def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}')
     with pytest.raises(BadRequestError, match="cannot be read"):
         read_tasks(tmp_path / "latin.jsonl")
-    with pytest.raises(BadRequestError, match="cannot be read"):
+    with pytest.raises(BadRequestError, match="no file"):
         read_tasks(tmp_path)
 
 
