@@ -116,8 +116,8 @@ class TextTokenizer:
         return str(rendered)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated ids, without control tokens."""
-        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+        """The text of generated ids, without control tokens; NUL, which no text may hold, becomes U+FFFD."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=True).replace("\0", _REPLACEMENT)
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is a lone byte of a byte-fallback vocabulary."""

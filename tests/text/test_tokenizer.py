@@ -19,9 +19,9 @@ from memkv.text.tokenizer import StreamDecoder, TextTokenizer
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<jupyter_text>"]
 FALLBACK_IDS = st.lists(st.integers(3, 267), max_size=30)
-# SmolLM2's vocabulary has no token for these bytes: some control characters, most unassigned planes.
+# No answer holds NUL; SmolLM2 has no token for the other bytes: control characters, most unassigned planes.
 SPELLABLE = st.characters(
-    exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF
+    exclude_categories=["Cs"], exclude_characters="\x00\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF
 )
 
 
@@ -186,3 +186,13 @@ def test_byte_fallback_streams_too(fallback_tokenizer: PreTrainedTokenizerFast, 
 def test_control_tokens_stay_out_of_the_stream(smollm2_tokenizer: TextTokenizer) -> None:
     ids = [*smollm2_tokenizer.encode("done"), *smollm2_tokenizer.encode_template("<|im_end|>")]
     assert "".join(streamed(smollm2_tokenizer, ids)) == "done"
+
+
+def test_an_answer_holds_no_nul(smollm2_tokenizer: TextTokenizer) -> None:
+    """So that it can be sent back as part of a conversation."""
+    ids = [
+        *smollm2_tokenizer.encode("one"),
+        *smollm2_tokenizer.encode("\0"),
+        *smollm2_tokenizer.encode("two"),
+    ]
+    assert smollm2_tokenizer.decode(ids) == "".join(streamed(smollm2_tokenizer, ids)) == "one\ufffdtwo"
