@@ -34,6 +34,10 @@ demo: install models ## install, ingest the bundled handbook, ask three question
 test: install models lint ## install, lint, then every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
+.PHONY: faults
+faults: install ## install, then the fault campaign (hours); figures that have a result are skipped
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/campaign.py
+
 .PHONY: bench
 bench: install models ## install, then TTFT with and without reuse, bandwidths and tokens per second
 	$(BIN)/memkv bench compare

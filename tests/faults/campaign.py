@@ -1,0 +1,147 @@
+"""The fault campaign, figure by figure: `python tests/faults/campaign.py [FIGURE ...]`, or `make faults`.
+
+Results are kept in results.json beside this file; a figure that has one is skipped unless --again says so.
+--scale 0.1 makes a tenth of the repetitions; what was made is what the result says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(HERE.parent)]
+
+from fault_place import POSTGRESQL, SQLITE, Outcome, Place, Unavailable  # noqa: E402
+from figure_damage import damaged_blocks, damaged_indexes  # noqa: E402
+from figure_disk import full_disk, power_cuts  # noqa: E402
+from figure_fingerprint import matrix  # noqa: E402
+from figure_kills import kill_everywhere  # noqa: E402
+from figure_migrations import migrations  # noqa: E402
+from figure_random import compound, random_kills  # noqa: E402
+from figure_serving import forgotten, healed, leaks, readiness, small_pool  # noqa: E402
+from postgres_server import PostgresServer, find_binaries, start_server  # noqa: E402
+
+RESULTS = HERE / "results.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Attributes:
+    full: repetitions at --scale 1, by the argument's name; those that are floats are seconds.
+    """
+
+    run: Callable[..., Outcome]
+    full: dict[str, int | float]
+    databases: tuple[str, ...] = (SQLITE, POSTGRESQL)
+
+
+FIGURES = {
+    "G1 kill at every call": Figure(kill_everywhere, {}),
+    "G1 random kills": Figure(random_kills, {"kills": 500}),
+    "G2 power cuts": Figure(power_cuts, {"cuts": 500}, (SQLITE,)),
+    "G3 damaged block files": Figure(
+        damaged_blocks, {"bits": 10_000, "pages": 1_000, "lengths": 1_000, "swaps": 200}
+    ),
+    "G4 damaged index files": Figure(damaged_indexes, {"files": 1_000}),
+    "G5 fingerprint matrix": Figure(matrix, {"questions": 20}, (SQLITE,)),
+    "G6 leaks": Figure(leaks, {"seconds": 1800.0}, (SQLITE,)),
+    "G7 small pool": Figure(small_pool, {"rounds": 5}, (SQLITE,)),
+    "G8 readiness": Figure(readiness, {"chunks": 10_000}),
+    "G12 full disk": Figure(full_disk, {"sizes": 200}),
+    "G13 killed migrations": Figure(migrations, {}),
+    "G14 forgotten under load": Figure(forgotten, {"seconds": 600.0}),
+    "G15 healed under load": Figure(healed, {"seconds": 90.0}),
+    "G17 compound faults": Figure(compound, {"pairs": 300}),
+}
+
+
+@functools.cache
+def postgres() -> PostgresServer:
+    binaries = find_binaries()
+    if binaries is None:
+        raise Unavailable("no PostgreSQL binaries (initdb, pg_ctl)")
+    return start_server(binaries)
+
+
+def run_figure(name: str, database: str, scale: float) -> dict[str, Any]:
+    """One entry of results.json."""
+    figure = FIGURES[name]
+    sizes: dict[str, int | float] = {
+        key: value * scale if isinstance(value, float) else max(1, round(value * scale))
+        for key, value in figure.full.items()
+    }
+    if not figure.full and scale < 1:
+        sizes["stride"] = round(1 / scale)
+    started = time.monotonic()
+    found: dict[str, Any] = {"figure": name, "database": database, **sizes}
+    try:
+        with Place(database, postgres) as place:
+            outcome = figure.run(place, **sizes)
+    except Unavailable as error:
+        return {**found, "skipped": str(error)}
+    return {
+        **found,
+        "runs": outcome.runs,
+        "violations": len(outcome.violations),
+        "first_violations": outcome.violations[:10],
+        "control_detected": all(outcome.control_detected.values()),
+        "controls": outcome.control_detected,
+        "notes": outcome.notes,
+        "seconds": round(time.monotonic() - started),
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [
+        "| figure | database | runs | violations | control detected | seconds |",
+        "|---|---|--:|--:|---|--:|",
+    ]
+    for each in results:
+        if "skipped" in each:
+            lines.append(f"| {each['figure']} | {each['database']} | not run: {each['skipped']} | | | |")
+        else:
+            lines.append(
+                f"| {each['figure']} | {each['database']} | {each['runs']} | {each['violations']} | "
+                f"{'yes' if each['control_detected'] else 'NO'} | {each['seconds']} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("figures", nargs="*", help="beginnings of names; all by default")
+    parser.add_argument("--database", choices=(SQLITE, POSTGRESQL), help="one of the two")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full repetitions")
+    parser.add_argument("--again", action="store_true", help="figures that have a result, too")
+    asked = parser.parse_args()
+    results: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for name, figure in FIGURES.items():
+        if asked.figures and not any(name.startswith(wanted) for wanted in asked.figures):
+            continue
+        for database in figure.databases:
+            if asked.database not in (None, database):
+                continue
+            known = [each for each in results if (each["figure"], each["database"]) == (name, database)]
+            if known and not asked.again:
+                continue
+            print(f"{name}, {database} ...", flush=True)
+            found = run_figure(name, database, asked.scale)
+            results = [each for each in results if each not in known] + [found]
+            order = list(FIGURES)
+            results.sort(key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(json.dumps(found), flush=True)
+    print(table(results))
+    return int(any(each.get("violations") or not each.get("control_detected", True) for each in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

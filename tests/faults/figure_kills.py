@@ -1,0 +1,60 @@
+"""G1: kill -9 at every call that changes something, of every piece of a store's life."""
+
+from __future__ import annotations
+
+from fault_life import DAMAGED, PIECES
+from fault_place import Outcome, Place, Stage
+from fault_process import SIGKILLED, Fault
+
+_CONTROLS = {  # protection off -> the piece that must notice
+    "rows_before_files": "ingest",
+    "files_before_rows_go": "evict",
+}
+
+
+def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(PIECES)) -> Outcome:
+    """Every `stride`-th call."""
+    outcome = Outcome()
+    for piece in pieces:
+        with place.store() as stage:
+            killed = _kill_piece(stage, piece, stride, outcome.violations)
+        outcome.runs += killed
+        outcome.notes[piece] = killed
+    for weakness, piece in _CONTROLS.items():
+        outcome.control_detected[weakness] = _is_noticed(place, weakness, piece)
+    return outcome
+
+
+def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) -> int:
+    """Kills later and later until the piece comes to its end; every kill meets what the last one left."""
+    killed = 0
+    stage.prepare(piece, 0)
+    at = 1
+    while True:
+        status = stage.nursery.run(
+            "fault_life:live", Fault(at), **stage.arguments, piece=piece, round_=killed
+        )  # fmt: skip
+        if status not in (0, SIGKILLED):
+            violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
+        found = stage.check(then=piece, round_=killed + 1, damaged=piece in DAMAGED)
+        violations += [f"{piece}, call {at}: {each}" for each in found]
+        if status != SIGKILLED or len(violations) > 20:
+            return killed
+        killed += 1
+        at += stride
+
+
+def _is_noticed(place: Place, weakness: str, piece: str) -> bool:
+    """Whether the check finds what a kill breaks with one protection off."""
+    with place.store() as stage:
+        stage.prepare(piece, 0)
+        for at in range(1, 400, 2):
+            status = stage.nursery.run(
+                "fault_life:live", Fault(at), weakness, **stage.arguments, piece=piece, round_=at
+            )
+            if stage.check(weakness=weakness):
+                return True
+            if status != SIGKILLED:
+                return False
+            stage.prepare(piece, at)
+    return False
