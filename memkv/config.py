@@ -48,7 +48,7 @@ class ModelConfig:
     model: str = "smollm2-135m-instruct"  # a directory, an installed name or a hub name
     embedder: str = "all-minilm-l6-v2"
     models_dir: str = ""  # empty: $XDG_CACHE_HOME/memkv/models
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    device: str = "auto"  # auto | cpu | cuda | cuda:N, or several with commas between them
     dtype: str = "auto"  # of weights and compute: auto is float32 on a CPU, bfloat16 on a GPU
 
 

@@ -29,7 +29,7 @@ MEANING = {
     "model.model": "language model: a directory, an installed name or a hub name",
     "model.embedder": "embedder: a directory, an installed name or a hub name",
     "model.models_dir": "where installed models lie; empty: ~/.cache/memkv/models",
-    "model.device": "auto, cpu, cuda or cuda:N",
+    "model.device": "auto, cpu, cuda or cuda:N; several with commas between them serve side by side",
     "model.dtype": "of weights and compute; auto: float32 on a CPU, bfloat16 on a GPU",
     "kv.dtype": "of stored keys and values: bfloat16, float16 or float32",
     "kv.block_size": "tokens in a block: 8, 16 or 32",

@@ -20,6 +20,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
+import torch
+
 from memkv.config import EngineConfig
 from memkv.engine.failure import typed_error
 from memkv.engine.fair_share import FairShare
@@ -118,7 +120,7 @@ class Engine:
             time.monotonic(),
             self._config.queue_seconds,
         )
-        generation.on_cancel = partial(self._cancel, sequence)
+        generation.on_cancel = partial(self.cancel, sequence)
         placement = sequence.placement
         require_context(self._model.spec, request.prompt_tokens, request.sampling.max_tokens)
         own_blocks = placement.num_private_blocks + placement.num_answer_blocks
@@ -151,6 +153,12 @@ class Engine:
             Overloaded: no blocks became free in time.
             ModelError: a key or value is not a finite number.
         """
+        return self.collect(self.submit_prefill(context, chunks, source, block_size=block_size), on_progress)
+
+    def submit_prefill(
+        self, context: ChunkRef, chunks: Iterable[ChunkRef], source: KVSource, *, block_size: int
+    ) -> PrefillJob:
+        """Starts what `prefill` does, and returns at once; raises as it does for what cannot run."""
         request = PrefillRequest(context, tuple(chunks), block_size)
         request.validate(self._model.spec.vocab_size)
         layout = self.layout(block_size)
@@ -158,11 +166,34 @@ class Engine:
             require_context(self._model.spec, ref.stored_position + ref.num_tokens, 0)
             blocks = layout.blocks_for(context.num_tokens) + layout.blocks_for(ref.num_tokens)
             require_blocks(layout, blocks, self._num_blocks(layout))
-        if not request.chunks:
-            return []
         job = PrefillJob(request, source, time.monotonic())
-        self._submit(job, layout)
-        return self._collect(job, on_progress)
+        if request.chunks:
+            self._submit(job, layout)
+        return job
+
+    def collect(
+        self, job: PrefillJob, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[ChunkKV]:
+        """Waits for a job of this engine; cancels it where it or `on_progress` fails."""
+        total = len(job.request.chunks)
+        found: dict[int, ChunkKV] = {}
+        try:
+            while len(found) < total:
+                event = job.events.get()
+                if not isinstance(event, Computed):
+                    raise event
+                found[event.index] = event.kv
+                if on_progress is not None:
+                    on_progress(len(found), total)
+        finally:
+            if len(found) < total:
+                self.cancel(job)
+        return [found[index] for index in range(total)]
+
+    def cancel(self, task: Task) -> None:
+        """Ends a request; its blocks are free within one step. Does nothing once it is finished."""
+        with suppress(EngineClosed):  # it has ended already
+            self._agenda.post(Work(partial(self._cancel_now, task), lambda: (task,)))
 
     def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
         """Starts to read chunks that will be asked for, and returns at once.
@@ -174,6 +205,22 @@ class Engine:
         with suppress(EngineClosed):
             work = partial(self._prefetch, layout, tuple(refs), source)
             self._agenda.post(Work(work, lambda: ()))
+
+    @property
+    def max_running(self) -> int:
+        return self._config.max_running
+
+    @property
+    def num_tasks(self) -> int:
+        """Requests that are not finished."""
+        return len(self._tasks)
+
+    def tokens_here(self, refs: Iterable[ChunkRef], block_size: int) -> int:
+        """Tokens of those chunks that are resident or on their way, as of some moment of the current step."""
+        lane = self._lanes.get(self.layout(block_size))
+        if lane is None:
+            return 0
+        return sum(ref.num_tokens for ref in refs if lane.residency.knows(ref))
 
     def drop(self, input_keys: Iterable[str]) -> None:
         """Forgets resident chunks and what was computed behind them.
@@ -249,26 +296,6 @@ class Engine:
                 del self._tasks[task]
                 raise self._closed_error() from None
 
-    def _collect(self, job: PrefillJob, on_progress: Callable[[int, int], None] | None) -> list[ChunkKV]:
-        total = len(job.request.chunks)
-        found: dict[int, ChunkKV] = {}
-        try:
-            while len(found) < total:
-                event = job.events.get()
-                if not isinstance(event, Computed):
-                    raise event
-                found[event.index] = event.kv
-                if on_progress is not None:
-                    on_progress(len(found), total)
-        finally:
-            if len(found) < total:
-                self._cancel(job)
-        return [found[index] for index in range(total)]
-
-    def _cancel(self, task: Task) -> None:
-        with suppress(EngineClosed):  # it has ended already
-            self._agenda.post(Work(partial(self._cancel_now, task), lambda: (task,)))
-
     def _num_blocks(self, layout: KVLayout) -> int:
         return self._config.pool_bytes // layout.bytes_per_block
 
@@ -287,6 +314,8 @@ class Engine:
     def _run(self) -> None:
         try:
             spec = self._model.spec
+            if self._runner.device.type == "cuda":
+                torch.cuda.set_device(self._runner.device)
             self._threads = use_threads(self._config.threads, spec.num_heads * spec.head_dim)
             while not self._agenda.is_closed:
                 self._loop_once()

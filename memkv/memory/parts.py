@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from memkv.config import Config
 from memkv.engine.engine import Engine
+from memkv.engine.engines import Engines
 from memkv.memory.stored import open_store
 from memkv.model.install import default_models_dir, resolve
 from memkv.model.loader import LoadedModel, load_model
@@ -25,7 +27,7 @@ class Parts:
     model: LoadedModel
     tokenizer: TextTokenizer
     embedder: Embedder
-    engine: Engine
+    engine: Engine | Engines
 
     @classmethod
     def open(cls, config: Config, on_progress: Callable[[str], None]) -> Parts:
@@ -33,13 +35,17 @@ class Parts:
         store = open_store(config)
         try:
             on_progress(f"loading {config.model.model}")
-            model = load_language_model(config)
+            models = _load_on_each_device(config)
+            model = models[0]
             on_progress(f"loading {config.model.embedder}")
             embedder = load_embedder(config)
-            engine = Engine(model, kv_dtype=config.kv.dtype, config=config.engine)
+            engines = [Engine(each, kv_dtype=config.kv.dtype, config=config.engine) for each in models]
+            engine = engines[0] if len(engines) == 1 else Engines(engines)
         except BaseException:
             store.close()
             raise
+        gc.collect()
+        gc.freeze()  # a pass over all that was loaded takes a tenth of a second, in the middle of an answer
         tokenizer = TextTokenizer(model.tokenizer)
         return cls(config, store, model, tokenizer, embedder, engine)
 
@@ -48,10 +54,21 @@ class Parts:
             self.engine.close(drain_seconds)
         finally:
             self.store.close()
+            gc.unfreeze()
 
 
 def _models_dir(config: Config) -> Path:
     return Path(config.model.models_dir).expanduser() if config.model.models_dir else default_models_dir()
+
+
+def _load_on_each_device(config: Config) -> list[LoadedModel]:
+    """One for each device of the list that `model.device` is; a device that is named twice shares one."""
+    devices = [device.strip() for device in config.model.device.split(",")]
+    models = {
+        device: load_language_model(replace(config, model=replace(config.model, device=device)))
+        for device in dict.fromkeys(devices)
+    }
+    return [models[device] for device in devices]
 
 
 def load_language_model(config: Config) -> LoadedModel:
