@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
 
   const uint32_t barriers = shared_address(shared + at.barriers) + warp * num_stages * 2 * 8;
 #ifdef MEMKV_BULK_COPY
-  if (lane < num_stages * 2) barrier_init(barriers + lane * 8);
+  if (lane < num_stages * 2) barrier_init(barriers + lane * 8, 1);
   fence_for_copies();
   __syncwarp();
 #endif
@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       }
       if (parts.count > 1) {
         arrive_and_merge<kHeadDim, Loop::kRows>(
-            call, work, tile, start.tile, start.kv_head, parts, shared, at.rows, flag);
+            call, work, start, parts, Team{int(blockDim.x), 0}, shared, at.rows, flag);
 #ifdef MEMKV_BULK_COPY
         fence_for_copies();  // which next write where partials were
 #endif
@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
     }
   }
   if (!waited) wait_for_predecessor();
-  if constexpr (!kMass) finish_blind_tiles<kHeadDim>(call, work, header);
+  if constexpr (!kMass) finish_blind_tiles<kHeadDim>(call, work, header, blockDim.x);
 }
 
 }  // namespace memkv::cuda

@@ -102,7 +102,7 @@ LoopShape loop_shape_of(
             Many::kTokens,
             kManyWarps,
             kManyStages,
-            workers(kernel, kManyWarps * 32, Many::kBytes)};
+            workers(kernel, kManyThreads, Many::kBytes)};
   }
   if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);
   return tile_rows == 8 ? FewLaunch<T, kHeadDim, 1, 2>::shape(stage_tokens, warps, stages)
@@ -120,7 +120,7 @@ void attend_of(const Attention& call,
   if (loop == Loop::kMany) {
     const auto kernel = many_kernel<T, kHeadDim, kMass>(call.cache.block_size);
     if (kMass) prefer_shared_memory(kernel);
-    kernel<<<work.grid, kManyWarps * 32, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
+    kernel<<<work.grid, kManyThreads, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
   } else if (exact) {
     FewLaunch<T, kHeadDim, 1, 3>::template launch<kMass>(call, work, overlap, stream);
   } else if (work.shape.tile_rows == 8) {

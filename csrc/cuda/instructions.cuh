@@ -139,12 +139,48 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// A barrier in shared memory, for so many arrivals.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
+               : "memory");
+}
+// Arrives once the copy_async_16() of this thread so far are done.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
+      "@done bra found;\n"
+      "bra again;\n"
+      "found:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Whole warps of a block that wait for each other, at one of its 16 barriers; 0 is __syncthreads's.
+struct Team {
+  int threads, barrier;
+
+  __device__ __forceinline__ void sync() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  }
+};
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define MEMKV_BULK_COPY 1
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
 // Makes initialised barriers, and shared memory written by threads, known to the copy engine.
 __device__ __forceinline__ void fence_for_copies() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -167,19 +203,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to,
       "r"(bytes),
       "r"(barrier),
       "l"(kEvictFirst)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra found;\n"
-      "bra again;\n"
-      "found:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 }
 #endif

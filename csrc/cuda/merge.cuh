@@ -110,11 +110,12 @@ __device__ __forceinline__ void merge_parts(const Attention& call,
                                             const QueryTile& tile,
                                             int kv_head,
                                             const UnitParts& parts,
+                                            const Team& team,
                                             void* scratch,
                                             int scratch_bytes) {
   constexpr int kFours = kHeadDim / 4;
   constexpr int kStep = 2 * kTileRows * (kHeadDim + 4);  // floats from a part to the next
-  const int count = parts.count, threads = blockDim.x;
+  const int count = parts.count, threads = team.threads;
   const int rows_at_once = min(tile.num_rows, max(1, scratch_bytes / 3 / (16 * (count + 1))));
   // Part 0 is in a slot of its own, the others are evenly spaced.
   const PartialView first(work, parts.first_slot, kHeadDim);
@@ -133,7 +134,7 @@ __device__ __forceinline__ void merge_parts(const Attention& call,
       sums[i] =
           load_sums(part == 0 ? first.sums + row : rest.sums + row + int64_t{part} * (kStep / 4));
     }
-    __syncthreads();
+    team.sync();
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < rows; row += threads / 32) {  // a warp each
       float top = kMinusInfinity;
@@ -160,7 +161,7 @@ __device__ __forceinline__ void merge_parts(const Attention& call,
         all[row] = {state.max, state.sum, exact, 0.0f};
       }
     }
-    __syncthreads();
+    team.sync();
 
     // What this thread adds up, one after the other: the parts of item threadIdx.x, then of the item
     // so many threads further on.
@@ -198,48 +199,49 @@ __device__ __forceinline__ void merge_parts(const Attention& call,
       ask(half);
     }
     copy_async_wait<0>();
-    __syncthreads();
+    team.sync();
   }
 }
 
-// Called by all threads once this block's partial of the unit is written. Whoever comes last merges
-// them all.
+// Called by a team, all threads that wrote this block's partial of the unit. Whoever comes last
+// merges them all; came_last is in shared memory.
 template <int kHeadDim, int kTileRows>
 __device__ __forceinline__ void arrive_and_merge(const Attention& call,
                                                  const Work& work,
-                                                 const QueryTile& tile,
-                                                 int32_t tile_index,
-                                                 int kv_head,
+                                                 const RangeStart& start,
                                                  const UnitParts& parts,
+                                                 const Team& team,
                                                  void* scratch,
                                                  int scratch_bytes,
                                                  int* came_last) {
-  __syncthreads();
+  team.sync();
   if (threadIdx.x == 0) {
-    int32_t* arrived = work.arrived + tile_index * work.shape.num_kv_heads + kv_head;
+    int32_t* arrived = work.arrived + start.tile * work.shape.num_kv_heads + start.kv_head;
     const bool last = arrive_at(arrived) == parts.count - 1;
     if (last) *arrived = 0;
     *came_last = last;
   }
-  __syncthreads();
+  team.sync();
   if (*came_last) {
-    merge_parts<kHeadDim, kTileRows>(call, work, tile, kv_head, parts, scratch, scratch_bytes);
+    merge_parts<kHeadDim, kTileRows>(
+        call, work, start.of, start.kv_head, parts, team, scratch, scratch_bytes);
   }
-  __syncthreads();
+  team.sync();
 }
 
 // Rows that see no key: zeros, and -inf.
 template <int kHeadDim>
 __device__ void finish_blind_tiles(const Attention& call,
                                    const Work& work,
-                                   const WorkHeader& header) {
+                                   const WorkHeader& header,
+                                   int threads) {
   if (header.num_blind_tiles == 0) return;
   constexpr int kFours = kHeadDim / 4;
   const int num_units = header.num_tiles * work.shape.num_kv_heads;
   for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
     const QueryTile& tile = work.tiles[unit / work.shape.num_kv_heads];
     if (tile.num_stages > 0) continue;
-    for (int item = threadIdx.x; item < tile.num_rows * kFours; item += blockDim.x) {
+    for (int item = threadIdx.x; item < tile.num_rows * kFours; item += threads) {
       const RowSums none{kMinusInfinity, 0.0f, 0.0f, 0.0f};
       deliver_row(call,
                   work,

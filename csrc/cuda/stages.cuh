@@ -78,4 +78,50 @@ __device__ __forceinline__ void next_part(const Work& work,
   __syncwarp();
 }
 
+// Where a warp is in its block's ranges; in shared memory, as registers are short.
+struct RangeWalk {
+  RangeStart start;
+  int32_t range;
+  int32_t left;  // of the range: stages
+  int32_t end;   // of this part of the unit, which begins at start.stage
+  int32_t unused;
+};
+
+// Calls visit() for the part of a unit that this block has, for one unit after the other. Every warp
+// that calls it has a walk of its own.
+template <typename Visit>
+__device__ __forceinline__ void for_each_part(const Work& work,
+                                              RangeWalk& walk,
+                                              const Visit& visit) {
+  constexpr int kStartInts = sizeof(RangeStart) / 4;
+  const int lane = threadIdx.x % 32;
+  const WorkHeader& header = *work.header;
+  const QueryTile& tile = walk.start.of;
+  for (int first = blockIdx.x; first < header.num_ranges; first = walk.range + gridDim.x) {
+    if (lane < kStartInts) {
+      reinterpret_cast<int32_t*>(&walk.start)[lane] =
+          reinterpret_cast<const int32_t*>(work.ranges + first)[lane];
+    }
+    if (lane == 0) {
+      walk.range = first;
+      walk.left = min(header.range_length, header.length - first * header.range_length);
+    }
+    __syncwarp();
+    while (walk.left > 0) {
+      if (lane == 0) {
+        walk.end = min(walk.start.stage + min(walk.left, tile.unit_length - walk.start.stage),
+                       tile.num_stages);
+      }
+      __syncwarp();
+      visit();
+      __syncwarp();
+      if (lane == 0) {
+        walk.left -= min(walk.left, tile.unit_length - walk.start.stage);
+        next_unit(work, walk.start, walk.left);
+      }
+      __syncwarp();
+    }
+  }
+}
+
 }  // namespace memkv::cuda

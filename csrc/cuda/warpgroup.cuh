@@ -17,6 +17,21 @@ inline constexpr bool kHasWarpgroups = true;
 inline constexpr bool kHasWarpgroups = false;
 #endif
 
+// Registers of each thread of this warpgroup, from here on: a multiple of 8. Without warpgroups they
+// stay as they are.
+template <int kCount>
+__device__ __forceinline__ void give_registers_back() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 // Where B is; along_k: bytes to its next 8 of k.
 __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t along_k) {
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(along_k >> 4) << 16 |
@@ -30,10 +45,8 @@ __device__ __forceinline__ void fence_for_products() {
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void commit_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
