@@ -1,4 +1,4 @@
-"""`memkv bench compare` and `memkv bench kernel`."""
+"""`memkv bench compare`, `memkv bench kernel` and `memkv bench engine`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from memkv.cli.target import Target, embedded_options
 
 if TYPE_CHECKING:
     from memkv.bench.compare import Comparison
+    from memkv.bench.engine import EngineBench
     from memkv.bench.kernel import KernelBench
 
 
@@ -70,6 +71,97 @@ def kernel(device: str | None, out: Output) -> None:
         out.json(found)
     else:
         click.echo(_kernel_text(found))
+
+
+@bench.command()
+@click.option(
+    "--shape",
+    type=click.Choice(["llama-3.1-8b", "tiny"]),
+    default=None,
+    help="Random weights of this shape in the place of the model.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 99), default=None, help="Medians are of so many; 5, on a CPU 3."
+)
+@embedded_options
+@output_options
+def engine(shape: str | None, rounds: int | None, target: Target, out: Output) -> None:
+    """First tokens by context, policy and tier, decode by batch, ingest: an engine against its peers.
+
+    From the request to the token on the host, without retrieval. Beside it a full prefill by the same engine,
+    transformers, and what memory and disk give, all in one run. Contexts go up to 128k tokens on a GPU, 1k
+    elsewhere. Works in a temporary directory, inside --data-dir where that is given.
+    """
+    log_warnings_to_stderr()
+    with steps(out) as tell:
+        tell("loading the model")
+        import msgspec
+
+        from memkv.bench.engine import CPU_SIZES, Sizes, run_engine_bench
+        from memkv.bench.random_model import random_model
+        from memkv.memory.parts import choose_device, load_language_model
+
+        config = target.config()
+        device, dtype = choose_device(config)
+        model = load_language_model(config) if shape is None else random_model(shape, dtype, device)
+        sizes = Sizes() if device.startswith("cuda") else CPU_SIZES
+        if rounds is not None:
+            sizes = msgspec.structs.replace(sizes, rounds=rounds)
+        found = run_engine_bench(model, config.kv.dtype, sizes, _disk(target), tell)
+    if out.is_json:
+        out.json(found)
+    else:
+        click.echo(_engine_text(found))
+
+
+def _engine_text(found: EngineBench) -> str:
+    first = [
+        (
+            row.context,
+            row.policy,
+            row.tier,
+            row.computed_tokens,
+            f"{row.ms:.1f}",
+            f"{row.full_prefill_ms / row.ms:.1f}",
+        )
+        for row in found.ttft
+    ]
+    full = [
+        (row.context, f"{row.full_prefill_ms:.1f}", f"{row.transformers_ms:.1f}")
+        for row in found.ttft
+        if row.policy == "off"
+    ]
+    peers = sorted({name for row in found.decode for name in row.peers_ms})
+    decode = [
+        (
+            row.batch,
+            row.context,
+            f"{row.ms:.2f}",
+            f"{row.floor_ms:.2f}",
+            *(f"{row.peers_ms[name]:.2f}" if name in row.peers_ms else "" for name in peers),
+        )
+        for row in found.decode
+    ]
+    rates = [
+        ("the device reads its memory", f"{found.read_gbs:.1f} GB/s"),
+        ("chunks from host memory", f"{found.host_load_gbs:.1f} GB/s"),
+        ("one large copy from there", f"{found.host_link_gbs:.1f} GB/s"),
+        ("chunks from disk, verified", f"{found.disk_load_gbs:.1f} GB/s"),
+        ("a plain read of their files", f"{found.disk_read_gbs:.1f} GB/s"),
+        ("ingest", f"{found.ingest_tokens_per_s:.0f} tokens/s"),
+        ("transformers' forward pass", f"{found.forward_tokens_per_s:.0f} tokens/s"),
+    ]
+    columns = ("context", "policy", "tier", "computed tokens", "first token ms", "times sooner")
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    return "\n\n".join(
+        (
+            table(columns, first),
+            table(("context", "full prefill ms", "transformers ms"), full),
+            table(("batch", "context", "token ms", "floor ms", *peers), decode),
+            table(("rate", "measured"), rates),
+            f"{found.model}, {found.dtype}, KV in {found.kv_dtype}; {found.device}\n{versions}",
+        )
+    )
 
 
 def _kernel_text(found: KernelBench) -> str:

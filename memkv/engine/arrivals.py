@@ -26,6 +26,7 @@ from memkv.engine.prefill import ChunkFill, PrefillJob
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
+from memkv.engine.stats import LaneCounters
 from memkv.engine.stopwatch import Stopwatch
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import EngineClosed, MemKVError, ReuseUnavailable, ServiceUnavailableError
@@ -52,6 +53,7 @@ class Arrivals:
         loader: Loader,
         agenda: Agenda,
         outbox: Outbox,
+        counters: LaneCounters,
         *,
         fail: Callable[[Task, MemKVError], None],
         finish: Callable[[PrefillJob], None],
@@ -65,6 +67,7 @@ class Arrivals:
         self._loader = loader
         self._agenda = agenda
         self._outbox = outbox
+        self._counters = counters
         self._fail = fail
         self._finish = finish
         self._read_seconds = read_seconds
@@ -128,7 +131,9 @@ class Arrivals:
     def end_copies(self) -> None:
         """Lets go of what the device has copied."""
         while self._copying and self._copying[0][0].is_over:
-            _, held, forget = self._copying.popleft()
+            watch, held, forget = self._copying.popleft()
+            self._counters.host_load_seconds += watch.seconds()
+            self._counters.host_loaded_bytes += len(held.blocks) * self._host_pool.layout.bytes_per_block
             self._host_pool.let_go(held, forget=forget)
 
     def drop(self, input_keys: set[str]) -> None:

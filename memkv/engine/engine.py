@@ -230,6 +230,11 @@ class Engine:
         with suppress(EngineClosed):  # nothing is resident any more
             self._agenda.post(Work(partial(self._drop, tuple(input_keys)), lambda: ()))
 
+    def evict(self, input_keys: Iterable[str]) -> None:
+        """Takes chunks off the device; they stay in host memory, where they are there too."""
+        with suppress(EngineClosed):
+            self._agenda.post(Work(partial(self._evict, tuple(input_keys)), lambda: ()))
+
     def stats(self) -> EngineStats:
         """Without waiting for a step."""
         return replace(self._stats, alive=self._thread.is_alive() and not self._closing)
@@ -406,6 +411,10 @@ class Engine:
     def _lane_of(self, task: Task) -> Lane | None:
         layout = self._tasks.get(task)
         return None if layout is None else self._lanes.get(layout)
+
+    def _evict(self, input_keys: tuple[str, ...]) -> None:
+        for lane in self._lanes.values():
+            lane.residency.drop(input_keys)
 
     def _drop(self, input_keys: tuple[str, ...]) -> None:
         for lane in self._lanes.values():

@@ -73,6 +73,7 @@ class Lane:
             loader,
             agenda,
             outbox,
+            self.steps.counters,
             fail=self.fail,
             finish=self._finish_job,
             read_seconds=config.queue_seconds,

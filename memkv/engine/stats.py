@@ -20,6 +20,8 @@ class LaneCounters:
     prefilled_tokens: int = 0  # prompt tokens of generations
     filled_tokens: int = 0  # tokens of chunks, healed ones included
     failed_tasks: int = 0
+    host_loaded_bytes: int = 0  # copied from host memory to the device
+    host_load_seconds: float = 0.0  # that the device took for it
 
 
 @dataclass(frozen=True, slots=True)

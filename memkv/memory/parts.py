@@ -72,15 +72,22 @@ def _load_on_each_device(config: Config) -> list[LoadedModel]:
 
 
 def load_language_model(config: Config) -> LoadedModel:
+    """On the one device that the configuration names."""
+    device, dtype = choose_device(config)
+    return load_model(
+        config.model.model, dtype=dtype, device=device, allow_download=True, models_dir=_models_dir(config)
+    )
+
+
+def choose_device(config: Config) -> tuple[str, str]:
+    """Device and dtype, with what "auto" means here."""
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    return load_model(
-        config.model.model, dtype=dtype, device=device, allow_download=True, models_dir=_models_dir(config)
-    )
+    return device, dtype
 
 
 def load_embedder(config: Config) -> Embedder:

@@ -1,0 +1,89 @@
+"""`memkv bench engine` at a small shape: what it reports is consistent, and is what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from memkv.bench.engine import CPU_SIZES, EngineBench, run_engine_bench
+from memkv.bench.random_model import random_model
+from memkv.cli import main
+
+SIZES = msgspec.structs.replace(
+    CPU_SIZES,
+    contexts=(96, 200),
+    chunk=48,
+    prefix=20,
+    question=12,
+    rounds=1,
+    batches=(1, 3),
+    batch_context=96,
+    batch_tokens=6,
+    ingest_chunks=4,
+    ingest_batch=2,
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> EngineBench:
+    directory: Path = tmp_path_factory.mktemp("bench")
+    found = run_engine_bench(random_model("tiny", "float32", "cpu"), "bfloat16", SIZES, str(directory))
+    assert list(directory.iterdir()) == []
+    return found
+
+
+def test_every_way_of_every_context_is_there(found: EngineBench) -> None:
+    ways = [("off", "device"), *((policy, "device") for policy in SIZES.policies)]
+    ways += [(policy, tier) for tier in ("host", "disk") for policy in SIZES.far_policies]
+    assert [(row.context, row.policy, row.tier) for row in found.ttft] == [
+        (context, *way) for context in SIZES.contexts for way in ways
+    ]
+
+
+def test_each_way_computes_what_its_name_says(found: EngineBench) -> None:
+    for row in found.ttft:
+        blocks = 3 * (row.context // 48 - 1) + -(-(row.context % 48) // 16)  # of later chunks
+        if row.policy == "off":
+            assert row.computed_tokens == 20 + row.context + 12
+            assert row.ms == row.full_prefill_ms
+        elif row.policy == "map":
+            assert row.computed_tokens == 12
+        elif row.policy == "select:0.1":
+            assert row.computed_tokens <= 12 + 16 * -(-blocks // 10)
+        assert row.ms > row.load_ms >= 0.0 and row.transformers_ms > 0.0
+        assert (row.load_ms > 0.5) == (row.tier == "disk")
+
+
+def test_decode_stands_beside_its_floor_and_its_peer(found: EngineBench) -> None:
+    assert [row.batch for row in found.decode] == [1, 3]
+    for row in found.decode:
+        assert row.ms > row.floor_ms > 0.0
+        assert row.peers_ms["transformers"] > row.floor_ms
+    assert found.decode[1].floor_ms > found.decode[0].floor_ms
+
+
+def test_every_rate_was_measured(found: EngineBench) -> None:
+    rates = (
+        found.read_gbs,
+        found.host_load_gbs,
+        found.host_link_gbs,
+        found.disk_load_gbs,
+        found.disk_read_gbs,
+        found.ingest_tokens_per_s,
+        found.forward_tokens_per_s,
+    )
+    assert all(rate > 0.0 for rate in rates), rates
+
+
+@pytest.mark.parametrize("form", ["json", "table"])
+def test_the_command_prints_it(found: EngineBench, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr("memkv.bench.engine.run_engine_bench", lambda *args: found)
+    result = CliRunner().invoke(main, ["bench", "engine", "--shape", "tiny", "--format", form])
+    assert result.exit_code == 0, result.output
+    if form == "json":
+        assert msgspec.json.decode(result.stdout.encode(), type=EngineBench) == found
+    else:
+        assert "select:0.1" in result.output and "transformers ms" in result.output
