@@ -98,11 +98,15 @@ LoopShape loop_shape_of(
   const int stage_tokens = block_size < 16 ? 16 : block_size;
   if (loop == Loop::kMany) {
     const auto kernel = many_kernel<T, kHeadDim, false>(block_size);
+    // A GPU that has no code of its own runs that of an older one, which may be empty.
+    cudaFuncAttributes code{};
+    cudaFuncGetAttributes(&code, kernel);
+    const bool empty = code.ptxVersion < 90 && Many::kBytes > kSharedBytesBefore90;
     return {kManyRows,
             Many::kTokens,
             kManyWarps,
             kManyStages,
-            workers(kernel, kManyThreads, Many::kBytes)};
+            empty ? 0 : workers(kernel, kManyThreads, Many::kBytes)};
   }
   if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);
   return tile_rows == 8 ? FewLaunch<T, kHeadDim, 1, 2>::shape(stage_tokens, warps, stages)

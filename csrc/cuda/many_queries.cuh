@@ -331,12 +331,15 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
   if constexpr (!kMass) finish_blind_tiles<kHeadDim>(call, work, *work.header, team.threads);
 }
 
+// The most shared memory that code for architectures before sm_90 may ask for.
+inline constexpr int kSharedBytesBefore90 = 163 * 1024;
+
 // Empty where no GPU of the architecture has so much shared memory: the loop of few rows serves it.
 template <typename T, int kHeadDim, int kBlockSize, bool kMass>
 __global__ void __launch_bounds__(kManyThreads, 1)
     many_queries_kernel(const __grid_constant__ Attention call, const __grid_constant__ Work work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  constexpr int kSharedBytes = 163 * 1024;
+  constexpr int kSharedBytes = kSharedBytesBefore90;
 #else
   constexpr int kSharedBytes = 227 * 1024;
 #endif

@@ -47,7 +47,6 @@ class StageCursor {
     return at_.first_stage + stage - at_.stages_before;
   }
   __device__ __forceinline__ Segment segment() const { return at_.segment(); }
-  __device__ __forceinline__ int end() const { return end_; }
 
  private:
   const Work& work_;
