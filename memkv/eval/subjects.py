@@ -128,17 +128,16 @@ class EngineSubjects:
     def scores(self, prompts: Sequence[Prompt], subjects: Sequence[Subject]) -> list[list[Scored]]:
         """For each prompt, in order, one for each subject."""
         looked = [[self._look(prompt, subject) for subject in subjects] for prompt in prompts]
-        waiting: list[list[tuple[Subject, Generation]]] = []
+        waiting: list[list[Generation]] = []
         for prompt, looks in zip(prompts, looked, strict=True):
             resolved = [
                 subject if look is None else _resolve(subject, *look)
                 for subject, look in zip(subjects, looks, strict=True)
             ]
-            waiting.append([(each, self._submit(prompt, each, scored=True)) for each in resolved])
-        ended = [[(subject, generation.result()) for subject, generation in row] for row in waiting]
+            waiting.append([self._submit(prompt, subject, scored=True) for subject in resolved])
         return [
-            [_scored(prompt, self._resident(prompt, *each, scored=True)) for each in row]
-            for prompt, row in zip(prompts, ended, strict=True)
+            [_scored(prompt, generation.result()) for generation in row]
+            for prompt, row in zip(prompts, waiting, strict=True)
         ]
 
     def answer(self, prompt: Prompt, subject: Subject, max_tokens: int) -> Generation:
@@ -147,18 +146,7 @@ class EngineSubjects:
 
     def ttft_ms(self, prompt: Prompt, subject: Subject) -> float:
         """From the request to the first token; chunks resident, nothing else running."""
-        result = self._submit(prompt, subject).result()
-        return self._resident(prompt, subject, result).timings.ttft_ms
-
-    def _resident(
-        self, prompt: Prompt, subject: Subject, result: GenerationResult, *, scored: bool = False
-    ) -> GenerationResult:
-        """The result; where chunks had been evicted, that of another request, alone, when they are back: to
-        prefill them is no cost of the policy.
-        """
-        while result.usage.healed_chunks:
-            result = self._submit(prompt, subject, scored=scored).result()
-        return result
+        return self._submit(prompt, subject).result().timings.ttft_ms
 
     def _look(self, prompt: Prompt, subject: Subject) -> tuple[_Recording, Generation] | None:
         if subject.policy.look is None or subject.reuse == "off":

@@ -46,8 +46,7 @@ def read_tasks(path: Path) -> list[Task]:
     """Every task of a file.
 
     Raises:
-        BadRequestError: the file cannot be read, or a line is no task, or that of another line; the line's
-            number is named.
+        BadRequestError: the file cannot be read, or a line is no task; the line's number is named.
     """
     try:
         if not path.is_file():  # a pipe could not be read again for its digest
@@ -67,15 +66,10 @@ def describe(path: Path) -> str:
 
 
 def _tasks(text: str, path: Path) -> Iterator[Task]:
-    seen: dict[tuple[object, ...], int] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                task = _task(json.loads(line), f"{path.stem}-{number}", path.stem)
-                first = seen.setdefault((task.question, task.answers, task.contexts), number)
-                if first != number:  # twice the questions would prove no more
-                    raise ValueError(f"the same task as in line {first}")
-                yield task
+                yield _task(json.loads(line), f"{path.stem}-{number}", path.stem)
             except (ValueError, RecursionError) as error:
                 raise BadRequestError(f"{path}, line {number}: {error}", hint=_FORM) from None
 

@@ -144,7 +144,8 @@ class Ingestion:
         items = jobs.items(job.tenant, job.id)
         sizes = {item.document_id: item.text_bytes for item in items if item.status in ("queued", "running")}
         total = sum(item.text_bytes for item in items)
-        run = _Run(job, collection, sizes, total, finished=total - sum(sizes.values()))
+        failed = sum(item.status == "failed" for item in items)  # before the process died
+        run = _Run(job, collection, sizes, total, finished=total - sum(sizes.values()), failed=failed)
         try:
             for group in self._groups(run, list(sizes)):
                 self._process(run, group)
@@ -156,7 +157,7 @@ class Ingestion:
         elif run.failed == 0:
             jobs.finish(job.id, "succeeded", counts=asdict(run.counts))
         else:
-            every = run.failed == len(run.sizes)
+            every = run.failed == len(items)
             jobs.finish(job.id, "failed" if every else "partial", counts=asdict(run.counts))
 
     def _groups(self, run: _Run, document_ids: Sequence[str]) -> Iterator[list[_Work]]:

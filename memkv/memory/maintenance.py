@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from memkv.config import StoreConfig
-from memkv.errors import DatabaseDamaged, MemKVError, StoreFenced
+from memkv.errors import DatabaseDamaged, InternalServerError, MemKVError, StoreFenced
 from memkv.memory.replies import stored_problem
 from memkv.store import Store
 from memkv.store.rows import JobRow
@@ -123,17 +123,25 @@ class Maintenance:
             except MemKVError as error:  # the database is busy or away
                 _log.warning("maintenance_waits", code=error.code, detail=error.detail)
                 self._stopping.wait(_PAUSE_SECONDS)
+            except Exception:  # noqa: BLE001  # the thread's top: what nobody expected ends its job alone
+                _log.exception("maintenance_failed")
+                if job is not None:
+                    self._fail(job, InternalServerError("the job failed for a fault of memkv's"))
+                    job = None
+                self._stopping.wait(_PAUSE_SECONDS)
 
     def _run(self, job: JobRow) -> None:
-        jobs = self._store.jobs
         try:
             counts = self._verify(job) if job.kind == "verify" else self._warm(job)
-        except (StoreFenced, DatabaseDamaged, _Stopped):
+        except StoreFenced:
             raise
-        except MemKVError as error:
-            jobs.finish(job.id, "failed", error=stored_problem(error))
+        except MemKVError as error:  # whoever waits for the job is told, even that the database is damaged
+            self._fail(job, error)
         else:
-            jobs.finish(job.id, "succeeded", counts=counts)
+            self._store.jobs.finish(job.id, "succeeded", counts=counts)
+
+    def _fail(self, job: JobRow, error: MemKVError) -> None:
+        self._store.jobs.finish(job.id, "failed", error=stored_problem(error))
 
     def _verify(self, job: JobRow) -> dict[str, object]:
         request = msgspec.convert(dict(job.arguments), StoreVerify)

@@ -51,6 +51,8 @@ class Snapshots:
         self._store_id = store_id
         self._database = database
         self._catalog = catalog
+        for part in self._root.glob("*.part"):  # left by a kill
+            shutil.rmtree(part, ignore_errors=True)
 
     def create(self) -> Snapshot:
         """Raises ConfigError, DatabaseUnavailable, InsufficientStorageError: no snapshot is left."""

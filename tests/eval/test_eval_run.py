@@ -222,14 +222,6 @@ def test_prompts_of_one_chunk_prove_nothing(config: Config) -> None:
         run_evaluation(config, tasks, "x", plan("map", timed=0))
 
 
-def test_a_pool_too_small_for_a_group_costs_no_policy_anything(config: Config) -> None:
-    tasks = generate_tasks(4, kinds=("needle",))
-    small = replace(config, engine=replace(config.engine, pool_bytes=2_500_000))
-    found = run_evaluation(small, tasks, "x", plan("map", "select:0.3", timed=1, group=4))
-    assert rows(found, "map")[0].fresh == 0.0
-    assert rows(found, "select:0.3")[0].fresh < 0.35
-
-
 def test_what_was_found_so_far_is_kept(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memkv.eval.run._KEEP_SECONDS", 0.0)
     kept: list[Study] = []

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from memkv.config import load_config
-from memkv.errors import CollectionNotFound, ConflictError, FingerprintMismatch, StoreLocked
+from memkv.errors import (
+    CollectionNotFound,
+    ConflictError,
+    DatabaseDamaged,
+    FingerprintMismatch,
+    StoreLocked,
+)
 from memkv.memory import Memory, StoredMemory
 from memkv.wire import (
     CollectionCreate,
@@ -248,3 +254,27 @@ def _stopped() -> BaseException:
 def test_load_config_takes_the_scrubbers_keys() -> None:
     config = load_config({"store.scrub_hours": "0", "store.scrub_rate_bytes": "5M"}, env={})
     assert (config.store.scrub_hours, config.store.scrub_rate_bytes) == (0, 5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (DatabaseDamaged("a page is torn", hint="restore"), "database_damaged"),
+        (OSError("x"), "internal_error"),
+    ],
+)
+def test_whoever_waits_for_a_check_is_told_that_it_failed(
+    open_memory: OpenMemory, monkeypatch: pytest.MonkeyPatch, fault: Exception, code: str
+) -> None:
+    memory = filled(open_memory())
+
+    def fail(**_: object) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory._store, "verify", fail)
+        work = memory.admin.verify(StoreVerify())
+        assert work.job is not None
+        job = memory.wait_job(work.job.id, 30)
+    assert (job.status, job.errors[0].code) == ("failed", code)
+    assert verified(memory).found == 0, "the thread goes on"

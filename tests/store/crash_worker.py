@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine.default import DefaultDialect
-from store_samples import commit, new_collection, samples_of
+from store_samples import commit, ingest, new_collection, samples_of
 
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.chunk_store import ChunkStore
 from memkv.store.rows import NewDocument
+from memkv.store.snapshots import restore_snapshot
 
 T = DEFAULT_TENANT
 STEPS = ("posix_fallocate", "write", "fsync", "link", "unlink", "rename", "mkdir", "ftruncate", "pwrite")
@@ -90,6 +91,27 @@ def live(data_dir: Path, url: str | None, round_: int, say: Callable[[str], None
     say("closed")
 
 
+def upkeep(data_dir: Path, url: str | None, round_: int, say: Callable[[str], None]) -> None:
+    """Garbage collected, KV evicted, a snapshot made, gone back to and deleted."""
+    with Store.open(data_dir, url) as store:
+        if round_ == 0:
+            store.catalog.create_collection(T, new_collection())
+        collection = store.catalog.get_collection(T, "papers")
+        text = f"kept {round_}\nshared"
+        ingest(store, collection, text, external_id=f"a{round_}")
+        say(f"ready a{round_}")
+        store.chunks.publish([sample.item for sample in samples_of(store, f"left {round_}")])
+        store.upkeep.collect_garbage(force=True)
+        snapshot = store.snapshots.create()
+        store.upkeep.evict()
+        store.uses.note(T, [sample.item.input_key for sample in samples_of(store, text)])
+    restore_snapshot(data_dir, url, snapshot.id)
+    with Store.open(data_dir, url) as store:
+        store.snapshots.delete(snapshot.id)
+        store.upkeep.compact()
+    say("closed")
+
+
 def publish_only(data_dir: Path, url: str | None, round_: int, say: Callable[[str], None]) -> None:
     with Store.open(data_dir, url) as store:
         store.chunks.publish([sample.item for sample in samples_of(store, f"x {round_}\ny {round_}")])
@@ -110,7 +132,7 @@ def run_child(request: dict[str, Any]) -> None:
         ChunkStore._make_visible = rows_first  # type: ignore[method-assign]
     killer = Killer(request["kill_at"])
     killer.install()
-    scenario = live if request["variant"] == "" else publish_only
+    scenario = {"": live, "upkeep": upkeep}.get(request["variant"], publish_only)
     scenario(
         Path(request["data_dir"]),
         request["url"],

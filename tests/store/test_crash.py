@@ -1,4 +1,4 @@
-"""Kill -9 at the steps of opening, accepting, publishing, committing, changing, deleting, closing: what was
+"""Kill -9 at the steps of opening, ingesting, changing, deleting, closing, and of keeping a store: what was
 acknowledged is there afterwards, and no row points to a file that is not.
 
 MEMKV_TEST_EVERY_KILL=1 tries every step; otherwise a sample of them.
@@ -134,6 +134,59 @@ def test_a_kill_at_any_step_loses_nothing(
             kill_at = 1
     assert killed >= (60 if every else 5), f"only {killed} kills"
     assert {"accepted", "ready", "deleted"} <= reached
+
+
+@pytest.mark.timeout(1200)
+def test_a_kill_at_any_step_of_upkeep_loses_nothing(
+    worker: Worker, data_dir: Path, tmp_path: Path, database_url: str | None
+) -> None:
+    every = os.environ.get("MEMKV_TEST_EVERY_KILL") == "1"
+    stride = 1 if every else 14 if database_url is None else 40
+    acknowledged = tmp_path / "acknowledged"
+    kill_at, round_, killed = 0, 0, 0
+    ready: set[str] = set()
+    while True:
+        acknowledged.write_text("")
+        status = worker.run(
+            data_dir=str(data_dir), url=database_url, kill_at=kill_at, round=round_,
+            acknowledged=str(acknowledged), variant="upkeep",
+        )  # fmt: skip
+        said = acknowledged.read_text().splitlines()
+        assert status in ((0,) if kill_at == 0 else (0, SIGKILLED))
+        ready |= {line.split()[1] for line in said if line.startswith("ready")}
+        killed += status == SIGKILLED
+        with Store.open(data_dir, database_url) as store:
+            check_upkeep(store, ready)
+        if status == 0 and kill_at:
+            break
+        kill_at, round_ = kill_at + stride if kill_at else 1, round_ + 1
+    assert killed >= (60 if every else 3), f"only {killed} kills"
+
+
+def check_upkeep(store: Store, ready: set[str]) -> None:
+    """Nothing that was acknowledged is gone, no row lacks its file, and what was begun can be ended."""
+    wrong = [p for p in store.verify(full=True) if p.kind not in ("orphan", "unused")]
+    assert wrong == []
+    collection = store.catalog.get_collection(T, "papers")
+    assert {store.catalog.get_document(T, collection.id, name).status for name in ready} <= {"ready"}
+    texts = found_texts(store, collection, "shared", k=1000)
+    assert {f"kept {name[1:]}" for name in ready} <= set(texts)
+    for snapshot in store.snapshots.list():
+        store.snapshots.delete(snapshot.id)
+    left = list((store.data_dir / "snapshots").glob("*"))
+    assert left == [], "a kill left something that nobody removes"
+    while (job := store.jobs.claim("after the crash")) is not None:
+        for item in store.jobs.items(T, job.id):
+            document = store.catalog.document_by_id(T, item.document_id)
+            revision, text = store.catalog.document_text(T, document.id)
+            if document.status == "pending" and revision == document.revision:
+                commit(store, document, text)
+        store.jobs.finish(job.id, "succeeded")
+    for row in store.catalog.list_documents(T, collection.id, PageRequest(limit=100)).rows:
+        store.delete_document(T, collection.id, row.id)  # so that rounds do not pile up
+    ready.clear()
+    store.upkeep.collect_garbage(force=True)
+    assert store.verify(full=True) == []
 
 
 def test_the_check_notices_a_store_that_names_files_too_early(

@@ -10,11 +10,13 @@ from alembic import command
 from alembic.config import Config
 from postgres_server import PostgresServer
 from sqlalchemy import Connection, event, inspect, text
+from store_samples import found_texts, ingest, is_exact, new_collection, samples_of
 
-from memkv.errors import MigrationNeeded
-from memkv.store import Store, schema
+from memkv.errors import BadRequestError, MigrationNeeded
+from memkv.store import DEFAULT_TENANT, Store, schema
 from memkv.store.database import Database, parse_database_url
-from memkv.store.schema import require_schema, schema_differences, schema_revision
+from memkv.store.rows import PageRequest
+from memkv.store.schema import downgrade_schema, require_schema, schema_differences, schema_revision
 from memkv.store.tables import Base
 
 
@@ -126,3 +128,27 @@ def test_downgrading_to_nothing_removes_every_table(empty_database: Database) ->
         command.downgrade(config, "base")
     with empty_database.read() as connection:
         assert not set(Base.metadata.tables) & set(inspect(connection).get_table_names())
+
+
+def test_what_is_stored_survives_every_step_down_and_up(empty_url: str | None, tmp_path: Path) -> None:
+    with Store.open(tmp_path, empty_url) as store:
+        collection = store.catalog.create_collection(DEFAULT_TENANT, new_collection())
+        ingest(store, collection, "one\ntwo", external_id="a")
+    database = Database(parse_database_url(empty_url, tmp_path))
+    found = schema_revision(database)
+    older = schema._older_than(found.head)
+    assert len(older) >= 3
+    for revision in older:
+        assert downgrade_schema(database, revision).current is not None
+        assert schema_revision(database).current == revision
+    with pytest.raises(BadRequestError):
+        downgrade_schema(database, found.head)
+    database.close()
+    with Store.open(tmp_path, empty_url, upgrade=True) as store:
+        collection = store.catalog.get_collection(DEFAULT_TENANT, "papers")
+        assert sorted(found_texts(store, collection, "one")) == ["one", "two"]
+        assert all(is_exact(store, sample) for sample in samples_of(store, "one\ntwo"))
+        assert store.verify(full=True) == []
+        assert schema_differences(store.database) == []
+        [first, _] = store.catalog.list_files(PageRequest()).rows
+        assert first.collection == "papers", "the upgrade does not know whose the files are"

@@ -1,0 +1,37 @@
+"""A server's job thread whose process dies whenever a text with the word poison is cut.
+
+Argument: configuration as JSON. Says `done` and ends when no job is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from memkv.config import load_config
+from memkv.memory import Memory, ingestion
+from memkv.wire import PageRequest
+
+_cut = ingestion.chunk_text
+
+
+def cut(text: str, *arguments: Any) -> Any:
+    if "poison" in text:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _cut(text, *arguments)
+
+
+def main() -> None:
+    ingestion.chunk_text = cut
+    with Memory.open(load_config(json.loads(sys.argv[1]), env={})) as memory:
+        for status in ("queued", "running"):
+            for job in memory.list_jobs(PageRequest(limit=100), status=status).data:
+                memory.wait_job(job.id, 60)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
