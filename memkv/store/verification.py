@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+from memkv.errors import InsufficientStorageError
 from memkv.store.block_file import file_name
 from memkv.store.catalog import Catalog
 from memkv.store.chunk_store import ChunkStore
@@ -82,7 +84,8 @@ def verify_files(
         else:
             found.append(_problem(row, damage, repair and chunks.set_right(row, damage)))
     if full and sound:
-        catalog.mark_verified(sound)
+        with suppress(InsufficientStorageError):  # on a full disk one may still look
+            catalog.mark_verified(sound)
     unused = catalog.unused_files()
     released = {row.input_key for row in chunks.release_all_unused()} if repair else set()
     found += [_problem(row, UNUSED, row.input_key in released) for row in unused]

@@ -34,7 +34,7 @@ def full_disk(place: Place, *, sizes: int = 200, step: int = 4096) -> Outcome:
         found = _fill(stage, "", sizes, step)
     outcome.violations, outcome.notes = found["violations"], found["notes"]
     with place.store() as stage, _small_disk(stage.directory):
-        weak = _fill(stage, "full_disk_is_ignored", sizes // 4, step * 4)
+        weak = _fill(stage, "full_disk_is_ignored", 32, 16384)
     outcome.control_detected["full_disk_is_ignored"] = bool(weak["violations"])
     return outcome
 
@@ -73,11 +73,11 @@ def ingest_on_full_disk(disk: str, url: str | None, result: str, sizes: int, ste
         memory.create_collection(CollectionCreate(name=NAME))
         put(memory, Journal("/dev/null"), "kept", [9000])
         for size in range(sizes):
-            notes = [size * 3 % 9000, (size * 3 + 1) % 9000]
+            notes = [(size * 12 + index) % 9000 for index in range(12)]
             document = DocumentCreate(text=document_text(notes), external_id="new")
             resize(mounted, used(mounted) + size * step)
             try:
-                accepted = memory.ingest(NAME, [document], wait=30)
+                accepted = memory.ingest(NAME, [document], wait=1)
                 seen["accepted"] += 1
                 status = accepted.documents[0].status
                 error = memory.get_document(NAME, "new").error
@@ -89,12 +89,14 @@ def ingest_on_full_disk(disk: str, url: str | None, result: str, sizes: int, ste
             except MemKVError as error:
                 violations.append(f"{size}: {error.status} {error.code}: {error.detail}")
             violations += [f"{size}, full: {each}" for each in check_answer(memory, "kept", 9000)]
+            problems = memory.verify_store(full=True).problems
+            violations += [f"{size}: {p.kind}" for p in problems if p.kind not in ("orphan", "unused")]
             resize(mounted, 64 << 20)
             memory._resume_starved()
             accepted = memory.ingest(NAME, [document], wait=30)
             if accepted.documents[0].status != "ready":
                 violations.append(f"{size}: not ready although there is room: {accepted.documents[0].status}")
-            for note in notes:
+            for note in notes[:3]:
                 violations += [f"{size}: {each}" for each in check_answer(memory, "new", note)]
             memory.forget(NAME, "new")
             left = os.listdir(Path(disk) / "data" / "tmp")

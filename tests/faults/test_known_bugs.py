@@ -284,6 +284,8 @@ def test_restic_3486_gc_and_deletion_work_on_a_full_disk(small_disk: Path) -> No
         fill(small_disk, "filler")
         with suppress(InsufficientStorageError):
             ingest(memory, "new", list(range(100, 140)))
+        fill(small_disk, "the rest")
+        assert memory.verify_store(full=True).problems == []
         memory.forget(NAME, "gone")
         memory.admin.gc(StoreGC(force=True))
         assert ask(memory, 1)[0] == [1]
