@@ -2,33 +2,21 @@
 
 generate, prefill, cancel, drop ──► agenda ──► │ engine's thread │ ──► outbox ──► Generation, PrefillJob
 loader threads: chunk read      ──►            │ settle, step    │
-
-loop    prepare  ─►  submit one step of one lane  ─►  prepare  ─►  collect its tokens  ─►  send
-prepare    do what was posted, settle every lane (expire, admit, promote): while the device computes
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-import torch
-
 from memkv.config import EngineConfig
-from memkv.engine.failure import typed_error
-from memkv.engine.fair_share import FairShare
+from memkv.engine.device_thread import DeviceThread
 from memkv.engine.generation import Generation
 from memkv.engine.lane import Lane
 from memkv.engine.limits import require_blocks, require_context
-from memkv.engine.loader import Loader
 from memkv.engine.model_runner import ModelRunner
 from memkv.engine.prefill import Computed, PrefillJob
 from memkv.engine.request import GenerateRequest, PrefillRequest
@@ -36,16 +24,12 @@ from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import EngineStats
-from memkv.engine.threads import Threads, use_threads
-from memkv.engine.work import Agenda, Outbox, Work
-from memkv.errors import ConfigError, EngineClosed, MemKVError
+from memkv.errors import ConfigError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 from memkv.model.loader import LoadedModel
 
-_log = logging.getLogger(__name__)
 _KV_DTYPES = ("float32", "bfloat16")  # what the kernels read
-_LOOK_AGAIN_SECONDS = 0.5  # whether the thread that was asked still lives
 Outcome = TypeVar("Outcome")
 
 
@@ -74,21 +58,8 @@ class Engine:
         self._model = model
         self._kv_dtype = kv_dtype
         self._config = config
-        self._poison = poison
-        self._runner = ModelRunner(model)
-        self._agenda = Agenda()
-        self._outbox = Outbox()
-        self._loader = Loader()
-        self._lanes: dict[KVLayout, Lane] = {}
-        self._turns: FairShare[tuple[KVLayout, str]] = FairShare()
-        self._threads = Threads(0, 0)
-        self._changed = threading.Condition()  # guards what follows
-        self._tasks: dict[Task, KVLayout] = {}  # everything submitted and not finished
-        self._closing = False
-        self._death: BaseException | None = None
-        self._stats = EngineStats(alive=True, threads=self._threads, lanes=())
-        self._thread = threading.Thread(target=self._run, name="memkv-engine", daemon=True)
-        self._thread.start()
+        row_width = model.spec.num_heads * model.spec.head_dim
+        self._thread = DeviceThread(ModelRunner(model), config, row_width, poison=poison)
 
     def layout(self, block_size: int) -> KVLayout:
         """The layout of this model's KV. Raises `LayoutError` for a block size that no kernel serves."""
@@ -125,8 +96,8 @@ class Engine:
         require_context(self._model.spec, request.prompt_tokens, request.sampling.max_tokens)
         own_blocks = placement.num_private_blocks + placement.num_answer_blocks
         blocks = placement.num_mapped_blocks + own_blocks
-        require_blocks(layout, blocks, self._num_blocks(layout))
-        self._submit(sequence, layout)
+        require_blocks(layout, blocks, self._thread.num_blocks(layout))
+        self._thread.submit(sequence, layout)
         return generation
 
     def prefill(
@@ -165,10 +136,10 @@ class Engine:
         for ref in request.chunks:
             require_context(self._model.spec, ref.stored_position + ref.num_tokens, 0)
             blocks = layout.blocks_for(context.num_tokens) + layout.blocks_for(ref.num_tokens)
-            require_blocks(layout, blocks, self._num_blocks(layout))
+            require_blocks(layout, blocks, self._thread.num_blocks(layout))
         job = PrefillJob(request, source, time.monotonic())
         if request.chunks:
-            self._submit(job, layout)
+            self._thread.submit(job, layout)
         return job
 
     def collect(
@@ -192,8 +163,7 @@ class Engine:
 
     def cancel(self, task: Task) -> None:
         """Ends a request; its blocks are free within one step. Does nothing once it is finished."""
-        with suppress(EngineClosed):  # it has ended already
-            self._agenda.post(Work(partial(self._cancel_now, task), lambda: (task,)))
+        self._thread.cancel(task)
 
     def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
         """Starts to read chunks that will be asked for, and returns at once.
@@ -201,10 +171,11 @@ class Engine:
         They go into blocks of the pool, or, while requests wait for those, into host memory. What has no
         room, or no valid KV, is left out.
         """
-        layout = self.layout(block_size)
-        with suppress(EngineClosed):
-            work = partial(self._prefetch, layout, tuple(refs), source)
-            self._agenda.post(Work(work, lambda: ()))
+        wanted = tuple(refs)
+        use = partial(
+            self._thread.with_lane, self.layout(block_size), lambda lane: lane.prefetch(wanted, source)
+        )
+        self._thread.post(use)
 
     @property
     def max_running(self) -> int:
@@ -213,11 +184,11 @@ class Engine:
     @property
     def num_tasks(self) -> int:
         """Requests that are not finished."""
-        return len(self._tasks)
+        return self._thread.num_tasks
 
     def tokens_here(self, refs: Iterable[ChunkRef], block_size: int) -> int:
         """Tokens of those chunks that are resident or on their way, as of some moment of the current step."""
-        lane = self._lanes.get(self.layout(block_size))
+        lane = self._thread.lanes.get(self.layout(block_size))
         if lane is None:
             return 0
         return sum(ref.num_tokens for ref in refs if lane.residency.knows(ref))
@@ -227,49 +198,28 @@ class Engine:
 
         Requests that come later read the chunks from their source again.
         """
-        with suppress(EngineClosed):  # nothing is resident any more
-            self._agenda.post(Work(partial(self._drop, tuple(input_keys)), lambda: ()))
+        keys = tuple(input_keys)
+        self._on_lanes(lambda lane: lane.drop(keys))
 
     def evict(self, input_keys: Iterable[str]) -> None:
         """Takes chunks off the device; they stay in host memory, where they are there too."""
-        with suppress(EngineClosed):
-            self._agenda.post(Work(partial(self._evict, tuple(input_keys)), lambda: ()))
+        keys = tuple(input_keys)
+        self._on_lanes(lambda lane: lane.residency.drop(keys))
 
     def stats(self) -> EngineStats:
         """Without waiting for a step."""
-        return replace(self._stats, alive=self._thread.is_alive() and not self._closing)
+        return self._thread.stats()
 
     def run(self, work: Callable[[], Outcome]) -> Outcome:
         """Does something short in the engine's thread, where torch has its threads, and waits for it.
 
         Raises what `work` raises, and `EngineClosed`.
         """
-        done: Future[Outcome] = Future()
-
-        def settle() -> None:
-            try:
-                done.set_result(work())
-            except Exception as error:  # noqa: BLE001  # it is the caller's
-                done.set_exception(error)
-
-        self._agenda.post(Work(settle, lambda: ()))
-        while not wait((done,), timeout=_LOOK_AGAIN_SECONDS).done:
-            if not self._thread.is_alive() and not done.done():
-                raise self._closed_error()
-        return done.result()
+        return self._thread.run(work)
 
     def check_integrity(self) -> None:
         """Asserts between two steps that every block is accounted for."""
-
-        def check() -> None:
-            for lane in self._lanes.values():
-                lane.check_integrity()
-
-        try:
-            self.run(check)
-        except EngineClosed:
-            self._thread.join()
-            check()
+        self._thread.check_integrity()
 
     def __enter__(self) -> Self:
         return self
@@ -281,173 +231,13 @@ class Engine:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Takes no more requests, gives those it has time to finish, ends the rest with `EngineClosed`."""
-        with self._changed:
-            self._closing = True
-            self._changed.wait_for(lambda: not self._tasks or not self._thread.is_alive(), drain_seconds)
-        self._agenda.close()
-        self._thread.join()
-        self._loader.close()
+        self._thread.close(drain_seconds)
 
-    # In the caller's thread
+    def _on_lanes(self, change: Callable[[Lane], None]) -> None:
+        """Between two steps."""
 
-    def _submit(self, task: Task, layout: KVLayout) -> None:
-        with self._changed:
-            if self._closing or self._death is not None:
-                raise self._closed_error()
-            self._tasks[task] = layout
-            try:
-                self._agenda.post(Work(partial(self._admit, task, layout), lambda: (task,)))
-            except EngineClosed:
-                del self._tasks[task]
-                raise self._closed_error() from None
+        def change_all() -> None:
+            for lane in self._thread.lanes.values():
+                change(lane)
 
-    def _num_blocks(self, layout: KVLayout) -> int:
-        return self._config.pool_bytes // layout.bytes_per_block
-
-    def _closed_error(self) -> EngineClosed:
-        if self._death is None:
-            return EngineClosed("the engine is closed")
-        error = EngineClosed(
-            f"the engine's thread died: {type(self._death).__name__}: {self._death}",
-            hint="restart the server",
-        )
-        error.__cause__ = self._death
-        return error
-
-    # In the engine's thread
-
-    def _run(self) -> None:
-        try:
-            spec = self._model.spec
-            if self._runner.device.type == "cuda":
-                torch.cuda.set_device(self._runner.device)
-            self._threads = use_threads(self._config.threads, spec.num_heads * spec.head_dim)
-            while not self._agenda.is_closed:
-                self._loop_once()
-        except BaseException as error:  # noqa: BLE001  # the thread's top: everyone is told why
-            _log.critical("the engine's thread died", exc_info=True)
-            self._death = error
-        finally:
-            self._end()
-
-    def _loop_once(self) -> None:
-        self._prepare()
-        stepped = self._step()
-        self._send()
-        if not stepped:
-            deadline = min((lane.next_deadline() for lane in self._lanes.values()), default=float("inf"))
-            self._agenda.wait(max(0.0, deadline - time.monotonic()))
-
-    def _prepare(self) -> None:
-        while (work := self._agenda.next_posted()) is not None:
-            self._do(work)
-        now = time.monotonic()
-        for lane in self._lanes.values():
-            lane.settle(now)
-
-    def _step(self) -> bool:
-        """One step of the lane and kind whose turn it is; False where there is nothing to compute."""
-        ready = [(layout, "generation") for layout, lane in self._lanes.items() if lane.has_generations]
-        shared = any(lane.awaits_generation for lane in self._lanes.values())
-        ready += [(layout, "fill") for layout, lane in self._lanes.items() if lane.has_fills]
-        if not ready:
-            return False
-        turn = self._turns.choose(ready)
-        lane = self._lanes[turn[0]]
-        started = time.monotonic()
-        self._do(lane.generation_work() if turn[1] == "generation" else lane.fill_work(shared=shared))
-        if (collect := lane.collect_work()) is not None:
-            self._prepare()
-            self._do(collect)
-        while (work := self._agenda.next_follow_up()) is not None:
-            self._do(work)
-        self._turns.charge(turn, time.monotonic() - started)
-        return True
-
-    def _do(self, work: Work) -> None:
-        """The top of everything that a request can make fail."""
-        try:
-            work.run()
-        except Exception as error:  # noqa: BLE001  # one request's failure must not be another's
-            if not isinstance(error, MemKVError):
-                _log.exception("a step failed")
-            for task in work.scope():
-                self._fail(task, typed_error(error))
-
-    def _admit(self, task: Task, layout: KVLayout) -> None:
-        self._lane(layout).submit(task)
-
-    def _prefetch(self, layout: KVLayout, refs: tuple[ChunkRef, ...], source: KVSource) -> None:
-        self._lane(layout).prefetch(refs, source)
-
-    def _lane(self, layout: KVLayout) -> Lane:
-        if layout not in self._lanes:
-            self._lanes[layout] = Lane(
-                layout,
-                self._num_blocks(layout),
-                self._runner,
-                self._config,
-                self._loader,
-                self._agenda,
-                self._outbox,
-                poison=self._poison,
-            )
-        return self._lanes[layout]
-
-    def _cancel_now(self, task: Task) -> None:
-        lane = self._lane_of(task)
-        if lane is not None and not task.is_finished:
-            lane.cancel(task)
-
-    def _fail(self, task: Task, error: MemKVError) -> None:
-        if task.is_finished:
-            return
-        lane = self._lane_of(task)
-        if lane is None:  # it could not be made
-            self._outbox.finish(task, error)
-        else:
-            lane.fail(task, error)
-
-    def _lane_of(self, task: Task) -> Lane | None:
-        layout = self._tasks.get(task)
-        return None if layout is None else self._lanes.get(layout)
-
-    def _evict(self, input_keys: tuple[str, ...]) -> None:
-        for lane in self._lanes.values():
-            lane.residency.drop(input_keys)
-
-    def _drop(self, input_keys: tuple[str, ...]) -> None:
-        for lane in self._lanes.values():
-            lane.drop(input_keys)
-
-    def _send(self) -> None:
-        """Publishes the state of things, then tells the consumers: what they see next is not older."""
-        finished = self._outbox.take_finished()
-        self._publish()
-        if finished:
-            with self._changed:
-                for task in finished:
-                    self._tasks.pop(task, None)
-                self._changed.notify_all()
-        self._outbox.send()
-
-    def _publish(self) -> None:
-        self._stats = EngineStats(
-            alive=True,
-            threads=self._threads,
-            lanes=tuple(lane.stats() for lane in self._lanes.values()),
-        )
-
-    def _end(self) -> None:
-        """Nobody is left waiting: whatever is not finished ends with `EngineClosed`."""
-        self._agenda.close()
-        with self._changed:
-            self._closing = True
-            tasks = list(self._tasks)
-        for task in tasks:
-            try:
-                self._fail(task, self._closed_error())
-            except Exception:  # noqa: BLE001  # its books are broken; the consumer is told all the same
-                _log.exception("blocks of a request could not be given back")
-                self._outbox.finish(task, self._closed_error())
-        self._send()
+        self._thread.post(change_all)
