@@ -20,7 +20,7 @@ from functools import partial
 
 from memkv.engine.failure import typed_error
 from memkv.engine.host_pool import HostChunk, HostPool
-from memkv.engine.kv_cache import KVCache
+from memkv.engine.kv_cache import Export, KVCache
 from memkv.engine.loader import Loader, ReadOutcome
 from memkv.engine.prefill import ChunkFill, PrefillJob
 from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentChunk
@@ -73,6 +73,7 @@ class Arrivals:
         self._read_seconds = read_seconds
         self._reading: dict[ResidentChunk, float] = {}  # since when
         self._prefetched: dict[ResidentChunk, Pin] = {}  # until they are read
+        self._exports: deque[tuple[list[ChunkFill], list[Pin], Export]] = deque()
         self._forgotten: set[str] = set()  # while they were fetched
         self._fetching: dict[str, list[Callable[[], None]]] = {}  # to the host pool; what follows
         self._copying: deque[tuple[Stopwatch, HostChunk, bool]] = (
@@ -104,14 +105,38 @@ class Arrivals:
             elif self._host_pool.wants(ref) and ref.input_key not in self._fetching:
                 self._fetch(ref, source)
 
-    def complete(self, fill: ChunkFill) -> None:
-        """All tokens of a fill are computed. Raises `ModelError` where they are not finite."""
-        self._scheduler.fills.remove(fill)
-        fill.release()
+    def complete(self, fills: list[ChunkFill]) -> None:
+        """All tokens of these are computed, or submitted: their KV comes to the host."""
+        for fill in fills:
+            self._scheduler.fills.remove(fill)
+            fill.release()
+        wanted = [fill for fill in fills if not fill.is_idle]
+        if wanted:
+            chunks = [(fill.chunk.blocks, fill.chunk.ref.num_tokens) for fill in wanted]
+            holds = [self._residency.hold(fill.chunk) for fill in wanted]
+            self._exports.append((wanted, holds, self._kv_cache.export_chunks(chunks)))
+        self.end_exports()
+
+    @property
+    def is_exporting(self) -> bool:
+        return bool(self._exports)
+
+    def end_exports(self, *, wait: bool = False) -> None:
+        """Hands out what has come to the host; `wait`: at least the first of it."""
+        while self._exports and (wait or self._exports[0][2].is_over):
+            wait = False
+            fills, holds, export = self._exports.popleft()
+            for index, (fill, hold) in enumerate(zip(fills, holds, strict=True)):
+                exported = partial(self._exported, fill, hold, export, index)
+                self._agenda.follow(Work(exported, partial(self._scheduler.waiters, fill.chunk)))
+
+    def _exported(self, fill: ChunkFill, hold: Pin, export: Export, index: int) -> None:
+        """Raises `ModelError` where its KV is not finite."""
+        hold.release()
         if fill.is_idle:
             return
         chunk = fill.chunk
-        kv = self._kv_cache.export_chunk(chunk.blocks, chunk.ref.num_tokens)
+        kv = export.chunk(index)
         if fill.write_to is not None:
             self._loader.write(chunk.ref, fill.write_to, kv)
         self._ready(chunk, kv)

@@ -194,6 +194,7 @@ class DeviceThread:
         now = time.monotonic()
         for lane in self.lanes.values():
             lane.settle(now)
+        self._follow_up()
 
     def _step(self) -> bool:
         """One step of the lane and kind whose turn it is; False where there is nothing to compute."""
@@ -201,7 +202,7 @@ class DeviceThread:
         shared = any(lane.awaits_generation for lane in self.lanes.values())
         ready += [(layout, "fill") for layout, lane in self.lanes.items() if lane.has_fills]
         if not ready:
-            return False
+            return self._await_exports()
         turn = self._turns.choose(ready)
         lane = self.lanes[turn[0]]
         started = time.monotonic()
@@ -209,10 +210,21 @@ class DeviceThread:
         if (collect := lane.collect_work()) is not None:
             self._prepare()
             self._do(collect)
-        while (work := self._agenda.next_follow_up()) is not None:
-            self._do(work)
+        self._follow_up()
         self._turns.charge(turn, time.monotonic() - started)
         return True
+
+    def _await_exports(self) -> bool:
+        """Where nothing is left to compute; False where nothing is on its way to the host either."""
+        exporting = [lane for lane in self.lanes.values() if lane.is_exporting]
+        for lane in exporting:
+            lane.await_exports()
+        self._follow_up()
+        return bool(exporting)
+
+    def _follow_up(self) -> None:
+        while (work := self._agenda.next_follow_up()) is not None:
+            self._do(work)
 
     def _do(self, work: Work) -> None:
         """The top of everything that a request can make fail."""

@@ -9,19 +9,57 @@ strided views of the same bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memkv.engine.block_copy import copy_blocks
+from memkv.engine.staging import to_device
+from memkv.engine.stopwatch import Stopwatch
 from memkv.errors import ModelError
 from memkv.kernels.ops import prefer_huge_pages
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """Chunks on their way to host memory.
+
+    Attributes:
+        rows: [num_blocks, bytes_per_block] uint8.
+        finite: [num_blocks] bool.
+        chunks: (first row, (blocks, num_tokens)) of each.
+    """
+
+    layout: KVLayout
+    rows: Tensor
+    finite: Tensor
+    chunks: list[tuple[int, tuple[Sequence[int], int]]]
+    watch: Stopwatch
+
+    @property
+    def is_over(self) -> bool:
+        return self.watch.is_over
+
+    def chunk(self, index: int) -> ChunkKV:
+        """Waits for all of them. Raises `ModelError` where one of this one's keys or values is not finite."""
+        self.watch.seconds()
+        first, (blocks, num_tokens) = self.chunks[index]
+        last = first + len(blocks)
+        if not bool(self.finite[first:last].all()):
+            raise ModelError(
+                "the model produced keys or values that are not finite numbers",
+                hint="load the weights in a wider dtype, or check them with `memkv models list`",
+            )
+        data: np.ndarray[tuple[int], np.dtype[np.uint8]] = self.rows[first:last].reshape(-1).numpy()
+        return ChunkKV(self.layout, num_tokens, data.data.toreadonly())
 
 
 class KVCache:
@@ -93,21 +131,42 @@ class KVCache:
         Raises:
             ModelError: a key or value is not finite.
         """
-        assert len(blocks) == self.layout.blocks_for(num_tokens), "bug: blocks and tokens disagree"
-        rows = self._storage[torch.as_tensor(blocks, dtype=torch.int64, device=self.device)].cpu()
+        return self.export_chunks([(blocks, num_tokens)]).chunk(0)
+
+    def export_chunks(self, chunks: Sequence[tuple[Sequence[int], int]]) -> Export:
+        """Copies chunks, (blocks, num_tokens) each, to host memory; a GPU's copy is not waited for."""
+        for blocks, num_tokens in chunks:
+            assert len(blocks) == self.layout.blocks_for(num_tokens), "bug: blocks and tokens disagree"
+        ends = list(itertools.accumulate(len(blocks) for blocks, _ in chunks))
+        ids = np.fromiter(itertools.chain.from_iterable(blocks for blocks, _ in chunks), np.int64, ends[-1])
+        watch = Stopwatch(self.device)
+        (index,) = to_device([ids], self.device)
+        rows = self._storage[index]
         typed = rows.view(self._typed.dtype)
-        unused = len(blocks) * self.layout.block_size - num_tokens
-        if unused:
-            for k, v in (self._views(typed[-1:], layer) for layer in range(self.layout.num_layers)):
-                k[:, :, :, -unused:] = 0
-                v[:, :, :, -unused:] = 0
-        if not bool(torch.isfinite(typed).all()):
-            raise ModelError(
-                "the model produced keys or values that are not finite numbers",
-                hint="load the weights in a wider dtype, or check them with `memkv models list`",
-            )
-        data: np.ndarray[tuple[int], np.dtype[np.uint8]] = rows.reshape(-1).numpy()
-        return ChunkKV(self.layout, num_tokens, data.data.toreadonly())
+        for end, (blocks, num_tokens) in zip(ends, chunks, strict=True):
+            unused = len(blocks) * self.layout.block_size - num_tokens
+            if unused:
+                for slots_last in self._parts(typed[end - 1]):
+                    slots_last[..., -unused:] = 0
+        finite = torch.isfinite(typed).all(dim=1)
+        if self.device.type != "cpu":
+            rows, finite = (_to_pinned(tensor) for tensor in (rows, finite))
+        watch.stop()
+        return Export(self.layout, rows, finite, list(zip([0, *ends], chunks, strict=False)), watch)
+
+    def _parts(self, typed: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of all layers of one row [elements of a block], both with slots as the last dimension.
+
+        Returns:
+            [layers, kv_heads, head_dim / x, x, block_size] and [layers, kv_heads, head_dim, block_size].
+        """
+        layout = self.layout
+        heads, dim, size, x = layout.num_kv_heads, layout.head_dim, layout.block_size, layout.x
+        per_k, start = heads * dim * size, typed.storage_offset()
+        k_strides, v_strides = (2 * per_k, dim * size, size * x, 1, x), (2 * per_k, dim * size, size, 1)
+        k = typed.as_strided((layout.num_layers, heads, dim // x, x, size), k_strides, start)
+        v = typed.as_strided((layout.num_layers, heads, dim, size), v_strides, start + per_k)
+        return k, v
 
     def _layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._views(self._typed, index)
@@ -122,3 +181,8 @@ class KVCache:
         k = typed.as_strided((rows, heads, dim // x, size, x), (elements, dim * size, size * x, x, 1), start)
         v = typed.as_strided((rows, heads, dim, size), (elements, dim * size, size, 1), start + per_k)
         return k, v
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    target = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)

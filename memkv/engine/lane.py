@@ -124,6 +124,7 @@ class Lane:
                 ),
             )
         self._arrivals.end_copies()
+        self._arrivals.end_exports()
         self._arrivals.give_up_late_reads(now)
         while (foremost := self.scheduler.foremost()) is not None and self._start(foremost, now):
             pass
@@ -136,6 +137,14 @@ class Lane:
     @property
     def has_generations(self) -> bool:
         return bool(self.scheduler.running)
+
+    @property
+    def is_exporting(self) -> bool:
+        """Whether computed chunks are on their way to the host."""
+        return self._arrivals.is_exporting
+
+    def await_exports(self) -> None:
+        self._arrivals.end_exports(wait=True)
 
     @property
     def has_fills(self) -> bool:
@@ -213,10 +222,7 @@ class Lane:
             sequence.grow(self.residency)
 
     def _fill(self, parts: list[Part[ChunkFill]]) -> None:
-        for fill in self.steps.fill(parts):
-            self._agenda.follow(
-                Work(partial(self._arrivals.complete, fill), partial(self.scheduler.waiters, fill.chunk))
-            )
+        self._arrivals.complete(self.steps.fill(parts))
 
     def _start(self, task: Task, now: float) -> bool:
         """Gives a task its next blocks; False where it has to wait for them."""

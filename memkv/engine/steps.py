@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Some
 from functools import partial
 
 import numpy as np
@@ -63,7 +62,7 @@ class Steps:
         self._sampled: tuple[list[Sequence], Tensor] | None = None  # what `collect` waits for
         self._watched: deque[tuple[Pace, int, Stopwatch]] = deque()  # steps under way
 
-    def generate(self, parts: Some[Part[Sequence]]) -> None:
+    def generate(self, parts: list[Part[Sequence]]) -> None:
         """Submits a step of generations."""
         num_prompt = sum(part.count for part in parts if not part.owner.is_answering)
         batch = Batch.build(parts)
@@ -101,7 +100,7 @@ class Steps:
         (sequences, tokens), self._sampled = self._sampled, None
         return Work(partial(self._hand_out, sequences, tokens), lambda: sequences)
 
-    def fill(self, parts: Some[Part[ChunkFill]]) -> list[ChunkFill]:
+    def fill(self, parts: list[Part[ChunkFill]]) -> list[ChunkFill]:
         """Submits a step of chunks. Returns those that it completes."""
         batch = Batch.build(parts)
         watch = Stopwatch(self._runner.device)
@@ -125,7 +124,7 @@ class Steps:
         if completes:
             self._agenda.follow(Work(partial(self._choose, sequence), partial(_only, sequence)))
 
-    def _sample(self, done: Some[tuple[Sequence, int]], logits: Tensor) -> None:
+    def _sample(self, done: list[tuple[Sequence, int]], logits: Tensor) -> None:
         sequences = [sequence for sequence, _ in done]
         if len(done) < len(logits):
             (rows,) = to_device([np.array([row for _, row in done])], logits.device)

@@ -159,6 +159,8 @@ class Driver:
                 self.do(collect)
         elif self.lane.has_fills and kind != "generation":
             self.do(self.lane.fill_work(shared=False))
+        elif self.lane.is_exporting:
+            self.lane.await_exports()
         else:
             return False
         while (work := self.agenda.next_follow_up()) is not None:

@@ -120,3 +120,24 @@ def test_poison_covers_the_pool_and_what_is_cleared() -> None:
     cache.clear([1])
     nan_blocks = cache.layer(1)[0].isnan().flatten(1).all(dim=1)
     assert nan_blocks.tolist() == [False, True, False]
+
+
+def test_chunks_that_are_exported_together_are_those_that_are_exported_alone() -> None:
+    layout = layout_of()
+    cache = KVCache(layout, 12, poison=True)
+    chunk = random_chunk(layout, 5 * 16)
+    cache.import_chunk(chunk, [9, 2, 5, 0, 7])
+    wanted = [([9, 2], 20), ([5], 16), ([0, 7], 31)]
+    export = cache.export_chunks(wanted)
+    for index, (blocks, num_tokens) in enumerate(wanted):
+        assert bytes(export.chunk(index).data) == bytes(cache.export_chunk(blocks, num_tokens).data)
+
+
+def test_of_chunks_that_are_exported_together_only_those_that_are_not_finite_fail() -> None:
+    layout = layout_of()
+    cache = KVCache(layout, 6, poison=True)
+    cache.import_chunk(random_chunk(layout, 3 * 16), [0, 1, 2])
+    export = cache.export_chunks([([0], 16), ([4], 16), ([1, 2], 30)])
+    assert export.chunk(0).num_tokens == 16 and export.chunk(2).num_tokens == 30
+    with pytest.raises(ModelError, match="not finite"):
+        export.chunk(1)

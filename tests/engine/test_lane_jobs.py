@@ -10,6 +10,7 @@ from engine_harness import (
 )
 from lane_driver import Driver
 
+from memkv.engine.kv_cache import Export
 from memkv.engine.residency import ChunkRef
 from memkv.errors import ModelError, Overloaded
 
@@ -214,3 +215,42 @@ def test_background_steps_are_short_while_a_query_waits() -> None:
         driver.lane.steps.pace.tokens_per_second = 1000.0
         driver.do(driver.lane.fill_work(shared=shared))
         assert driver.runner.batches[-1].num_tokens == tokens
+
+
+@pytest.fixture
+def slow_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed chunks take for ever to come to the host, unless somebody waits for them."""
+    monkeypatch.setattr(Export, "is_over", property(lambda self: False))
+
+
+def test_steps_go_on_while_chunks_are_on_their_way_to_the_host(slow_exports: None) -> None:
+    driver = Driver(num_blocks=64, max_batch_tokens=60)
+    chunks = [driver.prompts.chunk(30 + index, f"c{index}") for index in range(6)]
+    job = driver.submit_job(*chunks)
+    driver.step()  # the prefix
+    assert driver.lane.is_exporting and not driver.lane.has_fills
+    answering = driver.submit(tail=8, max_tokens=10, reuse="off")
+    for _ in range(5):
+        driver.step("generation")
+    assert answering.num_generated == 5  # nobody waited for it
+    driver.finish(answering)
+    found = driver.chunks_of(job)
+    assert sorted(found) == list(range(6))
+    plain = Driver()
+    expected = plain.submit_job(*chunks)
+    plain.run()
+    for index, kv in plain.chunks_of(expected).items():
+        assert bytes(found[index].data) == bytes(kv.data)
+    driver.assert_idle()
+
+
+def test_a_job_that_is_cancelled_while_its_chunks_are_on_their_way_leaves_nothing(slow_exports: None) -> None:
+    driver = Driver()
+    job = driver.submit_job(*(driver.prompts.chunk(30, f"c{index}") for index in range(3)))
+    driver.step()
+    driver.lane.cancel(job)
+    driver.settle()
+    assert driver.lane.is_exporting
+    driver.run()
+    driver.assert_idle()
+    assert driver.lane.residency.counts().cached == 0
