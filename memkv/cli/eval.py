@@ -179,7 +179,9 @@ def _keep(target: Target, study: Study) -> ChosenPolicy:
     with _store(target) as store:
         store.catalog.put_gates(study.fingerprint_digest, rows)
         kept = store.catalog.gates(study.fingerprint_digest)
-    return cheapest_that_passed(kept, rows[0].chunk_tokens, target.config().query)
+    return cheapest_that_passed(
+        kept, target.config().query, chunk_tokens=rows[0].chunk_tokens, mapped_tokens=rows[0].length
+    )
 
 
 def _store(target: Target) -> Store:

@@ -100,10 +100,14 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens = self.form.get("chunk_tokens")
         if not isinstance(chunk_tokens, int) or not 16 <= chunk_tokens <= 4096:
             raise BadRequestError(f"no collection has chunks of {chunk_tokens} tokens", hint=_HINT)
+        length = self.form.get("length")
+        if not isinstance(length, int) or not 16 <= length < 2**31:
+            raise BadRequestError(f"no prompt has chunks of {length} tokens together", hint=_HINT)
         rows = [
             GateRow(
                 data=self.data,
                 chunk_tokens=chunk_tokens,
+                length=length,
                 kind=row.kind,
                 policy=row.policy,
                 questions=row.questions,

@@ -16,9 +16,10 @@ from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
 from memkv.memory.conversation import Conversation, pieces_of, recall
-from memkv.memory.gate import ChosenPolicy, choose_policy
+from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, named_policy
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
+from memkv.store.rows import ChunkRow
 from memkv.text.citations import CitableChunk, align
 from memkv.text.tokenizer import StreamDecoder
 from memkv.wire import (
@@ -58,14 +59,7 @@ class Answering:
                 generated.
         """
         started = time.perf_counter()
-        config = self._parts.config.query
-        chosen = choose_policy(
-            request.policy or config.policy,
-            self._parts.store.catalog,
-            collection.row.fingerprint_digest,
-            collection.row.max_chunk_tokens,
-            config,
-        )
+        wanted = named_policy(request.policy or self._parts.config.query.policy)
         tail_ids = tuple(collection.template.tail_ids(request.question))
         sampling = self._sampling(request)
         conversation = recall(collection, self._retrieval, request.messages[:-1])
@@ -74,6 +68,8 @@ class Answering:
             collection, request.question, request.top_k, request.filter, request.min_score
         )
         mapped = _that_fit(conversation.new_among(found), room)
+        chunks = [hit.chunk for hit in (*conversation.chunks, *mapped)]
+        chosen = self._auto(collection, chunks) if wanted is None else ChosenPolicy(wanted)
         retrieve_ms = _ms_since(started)
         if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
@@ -96,6 +92,15 @@ class Answering:
         earlier = conversation.chunks
         question = _Question(request, chosen, mapped, started, retrieve_ms, submitted_ms, earlier)
         return QueryStream(question, generation)
+
+    def _auto(self, collection: OpenCollection, chunks: Sequence[ChunkRow]) -> ChosenPolicy:
+        """What was measured decides."""
+        return cheapest_that_passed(
+            self._parts.store.catalog.gates(collection.row.fingerprint_digest),
+            self._parts.config.query,
+            chunk_tokens=collection.row.max_chunk_tokens,
+            mapped_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+        )
 
     def _sampling(self, request: QueryRequest) -> Sampling:
         wanted = request.generation

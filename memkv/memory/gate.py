@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from memkv.config import QueryConfig
 from memkv.engine.reuse import Exact, ReusePolicy, parse_policy
 from memkv.errors import BadRequestError
-from memkv.store.catalog import Catalog
 from memkv.store.rows import GateRow
 
 _CAN_DO = 0.7  # tasks that a full prefill answers less often say nothing
@@ -21,33 +20,32 @@ class ChosenPolicy:
     fallback_reason: str = ""
 
 
-def choose_policy(
-    name: str, catalog: Catalog, fingerprint_digest: str, chunk_tokens: int, config: QueryConfig
+def named_policy(name: str) -> ReusePolicy | None:
+    """The policy of a name; None for `auto`. Raises `BadRequestError`."""
+    return None if name == "auto" else parse_policy(name)
+
+
+def cheapest_that_passed(
+    gates: Sequence[GateRow], config: QueryConfig, *, chunk_tokens: int, mapped_tokens: int = 0
 ) -> ChosenPolicy:
-    """The policy of a name; for `auto`, what was measured decides. Raises `BadRequestError`.
-
-    Args:
-        chunk_tokens: of the largest chunks.
-    """
-    if name != "auto":
-        return ChosenPolicy(parse_policy(name))
-    return cheapest_that_passed(catalog.gates(fingerprint_digest), chunk_tokens, config)
-
-
-def cheapest_that_passed(gates: Sequence[GateRow], chunk_tokens: int, config: QueryConfig) -> ChosenPolicy:
     """Of the approximations that were measured, the cheapest that passes; `exact` and why where none does.
 
     A policy passes if on every kind of tasks that was measured, with at least `gate_questions` questions, it
     adds at most `gate_dnll` nats a token to the gold answer, at the upper end of the interval. Kinds that the
-    model cannot do with a full prefill are left out. What was measured of larger chunks says nothing: the
-    smaller they are, the more reuse costs.
+    model cannot do with a full prefill are left out. What was measured of larger chunks or shorter prompts
+    says nothing: the more chunks there are, and the smaller, the more reuse costs.
+
+    Args:
+        chunk_tokens: of the largest chunk that the collection may have.
+        mapped_tokens: of all chunks in the prompt.
     """
     if not gates:
         reason = "no quality gate has been measured for this model and prefix, so auto means exact"
         return ChosenPolicy(Exact(), reason)
-    gates = [row for row in gates if row.chunk_tokens <= chunk_tokens]
+    gates = [row for row in gates if row.chunk_tokens <= chunk_tokens and row.length >= mapped_tokens]
     if not gates:
-        return ChosenPolicy(Exact(), "the quality gate was measured of larger chunks, so auto means exact")
+        reason = "the quality gate was measured of larger chunks, or fewer, so auto means exact"
+        return ChosenPolicy(Exact(), reason)
     can_do = [row for row in gates if row.accuracy_full >= _CAN_DO]
     kinds = {(row.data, row.kind) for row in can_do}
     by_policy: dict[str, list[GateRow]] = defaultdict(list)

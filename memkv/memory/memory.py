@@ -21,7 +21,7 @@ from memkv.errors import CollectionExists, DocumentNotFound, MemKVError
 from memkv.memory.answering import Answering, QueryStream
 from memkv.memory.collections import Collections, require_same_settings
 from memkv.memory.estimation import Estimation, TitledText
-from memkv.memory.gate import choose_policy
+from memkv.memory.gate import cheapest_that_passed, named_policy
 from memkv.memory.importing import Imported, import_archive
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.metrics import Metric, engine_metrics
@@ -99,6 +99,12 @@ class Memory(StoredMemory):
         config = parts.config
         layout = self._collections.layout(config.kv.block_size)
         default = self._collections.new(CollectionCreate(name="default"))
+        wanted = named_policy(config.query.policy)
+        auto = cheapest_that_passed(
+            parts.store.catalog.gates(default.fingerprint_digest),
+            config.query,
+            chunk_tokens=default.max_chunk_tokens,
+        )
         return Info(
             version=memkv.__version__,
             model=ModelInfo(
@@ -116,13 +122,7 @@ class Memory(StoredMemory):
                 name=parts.embedder.name, dim=parts.embedder.dim, digest=parts.embedder.digest
             ),
             policies=policy_names(),
-            default_policy=choose_policy(
-                config.query.policy,
-                parts.store.catalog,
-                default.fingerprint_digest,
-                default.max_chunk_tokens,
-                config.query,
-            ).policy.name,
+            default_policy=(wanted or auto.policy).name,
             max_body_bytes=parts.config.server.max_body_bytes,
             threads=asdict(parts.engine.stats().threads),
         )

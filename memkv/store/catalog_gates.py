@@ -22,14 +22,15 @@ class GateStatements:
         self._database = database
 
     def put_gates(self, fingerprint_digest: str, rows: Sequence[GateRow]) -> None:
-        """Replaces all that was measured under this fingerprint on the same data and size of chunks."""
+        """Replaces all that was measured under this fingerprint on the same data, in the same form."""
         with self._database.write() as transaction:
-            for data, chunk_tokens in {(row.data, row.chunk_tokens) for row in rows}:
+            for data, chunk_tokens, length in {(row.data, row.chunk_tokens, row.length) for row in rows}:
                 transaction.connection.execute(
                     delete(Gate).where(
                         Gate.fingerprint_digest == fingerprint_digest,
                         Gate.data == data,
                         Gate.chunk_tokens == chunk_tokens,
+                        Gate.length == length,
                     )
                 )
             own = {"fingerprint_digest": fingerprint_digest, "measured_at": now()}
@@ -40,7 +41,7 @@ class GateStatements:
         statement = (
             select(*_COLUMNS)
             .where(Gate.fingerprint_digest == fingerprint_digest)
-            .order_by(Gate.data, Gate.chunk_tokens, Gate.kind, Gate.policy)
+            .order_by(Gate.data, Gate.chunk_tokens, Gate.length, Gate.kind, Gate.policy)
         )
         with self._database.read() as connection:
             return [GateRow(*row) for row in connection.execute(statement)]

@@ -55,6 +55,7 @@ class GateRow:
     Attributes:
         data: what was asked.
         chunk_tokens: of the largest chunks.
+        length: tokens of all chunks of a prompt.
         fresh: share of the chunks' tokens that were computed for a question.
         dnll_high: upper end of the 95 % interval of what it adds to the gold answer's negative
             log-likelihood, in nats a token, against a full prefill.
@@ -63,6 +64,7 @@ class GateRow:
 
     data: str
     chunk_tokens: int
+    length: int
     kind: str
     policy: str
     questions: int

@@ -300,6 +300,7 @@ class Gate(Base):
     fingerprint_digest: Mapped[str] = mapped_column(PlainText, primary_key=True)
     data: Mapped[str] = mapped_column(PlainText, primary_key=True)  # what was asked
     chunk_tokens: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # at most
+    length: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(PlainText, primary_key=True)  # of tasks
     policy: Mapped[str] = mapped_column(PlainText, primary_key=True)
     questions: Mapped[int] = mapped_column(Integer)

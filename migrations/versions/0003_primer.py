@@ -1,4 +1,4 @@
-"""Collections may have a primer; what reuse costs is kept by fingerprint and size of chunks.
+"""Collections may have a primer; what reuse costs is kept by fingerprint and form of prompts.
 
 What was kept by model alone is given up: it did not say behind which prefix it was measured.
 
@@ -21,7 +21,7 @@ _TEXT = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 def upgrade() -> None:
     op.add_column("collections", sa.Column("primer", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.drop_table("gates")
-    _create_gates("fingerprint_digest", "data", "chunk_tokens", "kind", "policy")
+    _create_gates("fingerprint_digest", "data", "chunk_tokens", "length", "kind", "policy")
 
 
 def downgrade() -> None:
@@ -35,7 +35,10 @@ def _create_gates(*keys: str) -> None:
         "gates",
         *(
             sa.Column(
-                name, sa.Integer() if name == "chunk_tokens" else _TEXT, nullable=False, autoincrement=False
+                name,
+                sa.Integer() if name in ("chunk_tokens", "length") else _TEXT,
+                nullable=False,
+                autoincrement=False,
             )
             for name in keys
         ),

@@ -76,6 +76,6 @@ def test_what_the_gate_makes_of_them() -> None:
         studies = [read_study(RESULTS / f"{name}.json") for name in names]
         assert len({study.fingerprint_digest for study in studies}) == 1
         gates = [row for study in studies for row in study.gate_rows()]
-        assert cheapest_that_passed(gates, 256, config).policy.name == policy
+        assert cheapest_that_passed(gates, config, chunk_tokens=256).policy.name == policy
         found = rows_of(names[0])[policy].ttft_speedup
         assert found is not None and found >= speedup

@@ -142,7 +142,7 @@ def _row(study: Study, policy: str) -> Row:
 
 def _auto(*names: str) -> str:
     rows = [row for name in names for row in _study(name).gate_rows()]
-    return cheapest_that_passed(rows, rows[0].chunk_tokens, QueryConfig()).policy.name
+    return cheapest_that_passed(rows, QueryConfig(), chunk_tokens=rows[0].chunk_tokens).policy.name
 
 
 def _added(row: Row | None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from memkv.config import QueryConfig
 from memkv.engine.reuse import Exact
 from memkv.errors import BadRequestError, ConflictError
-from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, choose_policy
+from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, named_policy
 from memkv.store import Store
 from memkv.store.rows import GateRow
 from memkv.wire import CollectionCreate, DocumentCreate, QueryRequest
@@ -20,12 +20,12 @@ CONFIG = QueryConfig()
 
 
 def gate(policy: str, dnll_high: float, **changes: object) -> GateRow:
-    row = GateRow("tasks", 256, "real", policy, questions=150, fresh=0.2, dnll_high=dnll_high)
+    row = GateRow("tasks", 256, 4096, "real", policy, questions=150, fresh=0.2, dnll_high=dnll_high)
     return replace(row, **changes)  # type: ignore[arg-type]
 
 
-def chosen_of(rows: list[GateRow], config: QueryConfig = CONFIG, chunk_tokens: int = 256) -> ChosenPolicy:
-    return cheapest_that_passed(rows, chunk_tokens, config)
+def chosen_of(rows: list[GateRow], config: QueryConfig = CONFIG, **prompt: int) -> ChosenPolicy:
+    return cheapest_that_passed(rows, config, **{"chunk_tokens": 256, **prompt})
 
 
 def test_nothing_measured_means_exact_and_says_so() -> None:
@@ -89,17 +89,22 @@ def test_a_policy_passes_only_where_it_was_measured_on_all_that_was() -> None:
     assert chosen_of(elsewhere).policy.name == "select:0.3"
 
 
-def test_what_was_measured_of_larger_chunks_says_nothing() -> None:
+def test_what_was_measured_of_larger_chunks_or_fewer_says_nothing() -> None:
     rows = [gate("map", 0.05)]
     assert chosen_of(rows, chunk_tokens=512).policy.name == "map"
     smaller = chosen_of(rows, chunk_tokens=128)
     assert isinstance(smaller.policy, Exact)
     assert "larger chunks" in smaller.fallback_reason
+    assert chosen_of(rows, mapped_tokens=4096).policy.name == "map"
+    more = chosen_of(rows, mapped_tokens=4097)
+    assert isinstance(more.policy, Exact)
+    assert "fewer" in more.fallback_reason
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(BadRequestError, match="unknown reuse policy"):
-        choose_policy("zz", None, "", 256, CONFIG)  # type: ignore[arg-type]
+        named_policy("zz")
+    assert named_policy("auto") is None
 
 
 def test_auto_takes_what_passed_for_this_model_and_no_other(open_memory, tmp_path: Path) -> None:
