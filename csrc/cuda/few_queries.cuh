@@ -45,9 +45,12 @@ struct FewQueries {
                                  : kTiles* kSteps > 8                                ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
-  static constexpr int kBlocksAtOnce =
-      kTiles == 1 && kSteps <= 8 && kTerms == 2 ? 2 : 1;  // of 8 warps
-  static constexpr int kRowFloats = kHeadDim + 8;         // padded: 8 rows, no bank twice
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kBlocksAtOnce = 1;  // of 8 warps: shared memory has no room for more
+#else
+  static constexpr int kBlocksAtOnce = kTiles == 1 && kSteps <= 8 && kTerms == 2 ? 2 : 1;
+#endif
+  static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
   static_assert(kHeadDim % 16 == 0);
