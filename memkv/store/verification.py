@@ -81,7 +81,7 @@ def verify_files(
         damage = chunks.check(row, full=full)
         if damage is None:
             sound.append(row)
-        else:
+        elif catalog.file_for(row.tenant, row.input_key) == row:  # it was not let go of meanwhile
             found.append(_problem(row, damage, repair and chunks.set_right(row, damage)))
     if full and sound:
         with suppress(InsufficientStorageError):  # on a full disk one may still look
