@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def postgres() -> PostgresServer:
     return start_server(binaries)
 
 
-def run_figure(name: str, database: str, scale: float) -> dict[str, Any]:
+def run_figure(name: str, place: Place, scale: float) -> dict[str, Any]:
     """One entry of results.json."""
     figure = FIGURES[name]
     sizes: dict[str, int | float] = {
@@ -81,12 +82,13 @@ def run_figure(name: str, database: str, scale: float) -> dict[str, Any]:
     if not figure.full and scale < 1:
         sizes["stride"] = round(1 / scale)
     started = time.monotonic()
-    found: dict[str, Any] = {"figure": name, "database": database, **sizes}
+    found: dict[str, Any] = {"figure": name, "database": place.database, **sizes}
     try:
-        with Place(database, postgres) as place:
-            outcome = figure.run(place, **sizes)
+        outcome = figure.run(place, **sizes)
     except Unavailable as error:
         return {**found, "skipped": str(error)}
+    except (AssertionError, TimeoutError) as error:  # a server that does not start, a process that hangs
+        outcome = Outcome(violations=[f"{type(error).__name__}: {error}"])
     return {
         **found,
         "runs": outcome.runs,
@@ -123,6 +125,18 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="figures that have a result, too")
     asked = parser.parse_args()
     results: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    with ExitStack() as opened:
+        results = _run_all(
+            asked, results, functools.cache(lambda name: opened.enter_context(Place(name, postgres)))
+        )
+    print(table(results))
+    return int(any(each.get("violations") or not each.get("control_detected", True) for each in results))
+
+
+def _run_all(
+    asked: argparse.Namespace, results: list[dict[str, Any]], place_for: Callable[[str], Place]
+) -> list[dict[str, Any]]:
+    """The figures that are asked for; each result is kept at once."""
     for name, figure in FIGURES.items():
         if asked.figures and not any(name.startswith(wanted) for wanted in asked.figures):
             continue
@@ -133,14 +147,13 @@ def main() -> int:
             if known and not asked.again:
                 continue
             print(f"{name}, {database} ...", flush=True)
-            found = run_figure(name, database, asked.scale)
+            found = run_figure(name, place_for(database), asked.scale)
             results = [each for each in results if each not in known] + [found]
             order = list(FIGURES)
             results.sort(key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE))
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             print(json.dumps(found), flush=True)
-    print(table(results))
-    return int(any(each.get("violations") or not each.get("control_detected", True) for each in results))
+    return results
 
 
 if __name__ == "__main__":

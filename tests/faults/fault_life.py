@@ -54,6 +54,13 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
         make_garbage(memory)
     if piece == "reprefill":
         memory.admin.evict(StoreEvict(to_bytes=0))
+    if piece == "import":
+        memory.export(_archive(memory), with_kv=True)
+        delete(memory, said, "one")
+        delete(memory, said, "eight")
+    if piece == "snapshot":
+        for kept in memory.admin.snapshots().data:
+            memory.admin.delete_snapshot(kept.id)
     if piece in DAMAGED:
         damage_files(memory)
     if piece == "purge":
@@ -65,6 +72,13 @@ def _prepare_closed(data_dir: Path, piece: str) -> None:
     if piece == "start":
         (data_dir / "tmp" / "draft").write_bytes(b"x" * 100)
         sorted((data_dir / "blocks").glob("*/*.kv"))[0].unlink()
+
+
+def _archive(memory: Memory) -> Path:
+    """Where `prepare` leaves an archive for `import`; the last one is gone."""
+    path = memory._store.data_dir.with_name("archive")
+    path.unlink(missing_ok=True)
+    return path
 
 
 def eight_notes(round_: int) -> list[int]:
@@ -164,11 +178,26 @@ def _start(memory: Memory, _: Journal, __: int) -> None:
     memory.ready()
 
 
+def _import(memory: Memory, said: Journal, round_: int) -> None:
+    brought = {"one": [round_ % 4000], "eight": eight_notes(round_)}
+    for name, notes in brought.items():
+        said.begin(name, notes)
+    memory.import_archive(memory._store.data_dir.with_name("archive"), with_kv=True)
+    for name, notes in brought.items():
+        said.done(name, notes)
+
+
+def _snapshot(memory: Memory, _: Journal, __: int) -> None:
+    memory.admin.create_snapshot()
+
+
 PIECES: dict[str, Callable[[Memory, Journal, int], None]] = {
     "ingest": _ingest,
     "delete": _delete,
     "gc": _gc,
     "compact": _compact,
+    "import": _import,
+    "snapshot": _snapshot,
     "evict": _evict,
     "reprefill": _reprefill,
     "heal": _heal,

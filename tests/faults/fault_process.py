@@ -25,6 +25,7 @@ SIGKILLED = -signal.SIGKILL
 _TESTS = (HERE, HERE.parent / "store", HERE.parent)
 _MODULES = (  # what children run, and what that takes long to import
     "fault_server",
+    "fault_weaknesses",
     "figure_damage",
     "figure_disk",
     "figure_fingerprint",

@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import event
 
 from memkv.engine import engine
 from memkv.engine.residency import Pin
-from memkv.errors import MemKVError
+from memkv.errors import InternalServerError, MemKVError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.fingerprint import Fingerprint
+from memkv.memory.stored import StoredMemory
 from memkv.store import block_file, chunk_store, database, durable_files, store, vector_index
 from memkv.store.catalog import Catalog
 from memkv.store.chunk_store import ChunkStore, Recovered
@@ -164,19 +163,18 @@ def _no_requeue() -> None:
 
 def _deletes_late() -> None:
     """A deletion is acknowledged half a second before it is done."""
-    delete = store.Store.delete_document
+    forget = StoredMemory.forget
 
-    def late(self: store.Store, tenant: str, collection_id: str, document: str) -> Any:
-        row = self.catalog.get_document(tenant, collection_id, document)
+    def late(self: StoredMemory, collection: str, document: str, **options: Any) -> None:
+        found = self.get_document(collection, document, **options)
 
         def carry_out() -> None:
             with suppress(MemKVError):
-                delete(self, tenant, collection_id, row.id)
+                forget(self, collection, found.id, **options)
 
         threading.Timer(0.5, carry_out).start()
-        return SimpleNamespace(released=())
 
-    store.Store.delete_document = late  # type: ignore[method-assign]
+    StoredMemory.forget = late  # type: ignore[method-assign]
 
 
 def _no_admission() -> None:
@@ -206,15 +204,13 @@ def _leaking_pins() -> None:
     Pin.release = sometimes  # type: ignore[method-assign,assignment]
 
 
-def _full_disk_is_ignored() -> None:
-    """What the disk refuses is taken as written."""
+def _full_disk_is_an_accident() -> None:
+    """What the disk refuses for want of room is told as any other failure, and not tried again."""
 
-    def write(path: Path, parts: Any, *, mode: int) -> None:
-        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            for part in parts:
-                file.write(part)
+    def accident(_: OSError) -> MemKVError:
+        return InternalServerError("writing failed")
 
-    chunk_store.write_new_file = write
+    durable_files.storage_error = chunk_store.storage_error = accident
 
 
 def _autocommit_migrations() -> None:
@@ -242,7 +238,7 @@ WEAKNESSES: dict[str, Callable[..., None]] = {
     "no_requeue": _no_requeue,
     "deletes_late": _deletes_late,
     "no_admission": _no_admission,
-    "full_disk_is_ignored": _full_disk_is_ignored,
+    "full_disk_is_an_accident": _full_disk_is_an_accident,
     "autocommit_migrations": _autocommit_migrations,
     "slow_start": _slow_start,
     "leaking_pins": _leaking_pins,

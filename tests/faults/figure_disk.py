@@ -34,8 +34,8 @@ def full_disk(place: Place, *, sizes: int = 200, step: int = 4096) -> Outcome:
         found = _fill(stage, "", sizes, step)
     outcome.violations, outcome.notes = found["violations"], found["notes"]
     with place.store() as stage, _small_disk(stage.directory):
-        weak = _fill(stage, "full_disk_is_ignored", 32, 16384)
-    outcome.control_detected["full_disk_is_ignored"] = bool(weak["violations"])
+        weak = _fill(stage, "full_disk_is_an_accident", 32, 16384)
+    outcome.control_detected["full_disk_is_an_accident"] = bool(weak["violations"])
     return outcome
 
 
