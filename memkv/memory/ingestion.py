@@ -302,7 +302,7 @@ class Ingestion:
         tenant = run.collection.row.tenant
         committed = self._parts.store.commit_document(tenant, work.document.id, work.revision, chunks)
         if committed.change is not None:
-            self._parts.engine.drop(file.input_key for file in committed.change.released)
+            self._parts.engine.drop(committed.change.released.keys)
             run.counts.documents += 1
             run.counts.chunks += len(chunks)
         else:  # deleted or replaced while it was made ready
@@ -313,7 +313,7 @@ class Ingestion:
         """Lets go of what was published for a document that nobody refers to (any more)."""
         tenant = run.collection.row.tenant
         released = self._parts.store.chunks.release_unused(tenant, work.keys)
-        self._parts.engine.drop(file.input_key for file in released)
+        self._parts.engine.drop(released.keys)
 
     def _fail(self, run: _Run, group: Sequence[_Work], error: MemKVError) -> None:
         tenant = run.collection.row.tenant

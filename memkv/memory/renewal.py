@@ -53,7 +53,7 @@ def _renew(parts: Parts, collections: Collections, row: CollectionRow, dry_run: 
         wanted = msgspec.convert(settings, CollectionCreate)
         renewed = parts.store.renew_collection(row, collections.new(wanted))
         collections.forget(row.id)
-        parts.engine.drop(file.input_key for file in renewed.released)
+        parts.engine.drop(renewed.released.keys)
         job = renewed.job
     return StoreWork(
         dry_run=dry_run,

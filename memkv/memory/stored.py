@@ -109,7 +109,7 @@ class StoredMemory:
         """Gone for queries that start after it returns; running ones end on what they hold."""
         deleted = self._store.delete_collection(tenant, name)
         self._forget_collection(deleted.collection_id)
-        self._drop(file.input_key for file in deleted.released)
+        self._drop(deleted.released.keys)
 
     # Documents
 
@@ -143,7 +143,7 @@ class StoredMemory:
         """Deletes a document by id or external id: no query that starts after this sees it."""
         row = self._store.catalog.get_collection(tenant, collection)
         change = self._store.delete_document(tenant, row.id, document)
-        self._drop(file.input_key for file in change.released)
+        self._drop(change.released.keys)
 
     # Jobs
 

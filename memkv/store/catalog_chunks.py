@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, delete, insert, select, update
 
 from memkv.store.catalog_collections import advance_collection
-from memkv.store.catalog_files import release_files
+from memkv.store.catalog_files import release
 from memkv.store.catalog_store import now
 from memkv.store.database import Database
 from memkv.store.database_errors import damaged
@@ -47,7 +47,7 @@ class ChunkStatements:
         """Swaps the document's chunks for `chunks` and makes it ready, in one transaction.
 
         Writes nothing where the document is gone or `revision` is not its newest. Keys that only the old
-        chunks referred to lose their file's row: `Change.released` names the files.
+        chunks referred to lose their file's row: `Change.released` names them.
         """
         with self._database.write() as transaction:
             connection = transaction.connection
@@ -75,7 +75,7 @@ class ChunkStatements:
                 )
             )
             generation, stamp = advance_collection(connection, found.collection_id)
-            released = release_files(connection, tenant, removed.keys)
+            released = release(connection, tenant, removed.keys)
         change = Change(found.collection_id, generation, stamp, removed.row_ids, added, vectors, released)
         return Committed("ready", change)
 

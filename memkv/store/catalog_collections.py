@@ -10,7 +10,7 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound
 from memkv.kv.fingerprint import input_key
-from memkv.store.catalog_files import release_files
+from memkv.store.catalog_files import release
 from memkv.store.catalog_jobs import abandon_jobs, renew_documents
 from memkv.store.catalog_store import now, read_tenant_secret
 from memkv.store.database import Database
@@ -198,7 +198,7 @@ class CollectionStatements:
                 raise CollectionNotFound("the collection does not exist any more")
             advance_collection(connection, row.id)
             job = renew_documents(transaction, row.tenant, row.id)
-            released = release_files(connection, row.tenant, [*keys, row.prefix_key])
+            released = release(connection, row.tenant, [*keys, row.prefix_key])
         return RenewedCollection(released, job)
 
     def count_collection(self, tenant: str, collection_id: str) -> CollectionCounts:
@@ -252,13 +252,13 @@ class CollectionStatements:
             if not gone:
                 raise CollectionNotFound(f"collection {name[:128]!r} does not exist any more")
             abandon_jobs(connection, tenant, collection.id)
-            released = release_files(connection, tenant, [*keys, collection.prefix_key])
+            released = release(connection, tenant, [*keys, collection.prefix_key])
         return DeletedCollection(
             collection_id=collection.id,
             documents=documents,
             chunks=chunks,
-            kv_files=len(released),
-            kv_bytes=sum(file.num_bytes for file in released),
+            kv_files=len(released.files),
+            kv_bytes=sum(file.num_bytes for file in released.files),
             released=released,
         )
 

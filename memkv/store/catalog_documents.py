@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, Select, delete, exists, insert, select, 
 from memkv.errors import BadRequestError, CollectionNotFound, DocumentNotFound, UnprocessableDocumentError
 from memkv.store.catalog_chunks import remove_chunks
 from memkv.store.catalog_collections import advance_collection
-from memkv.store.catalog_files import in_batches, release_files
+from memkv.store.catalog_files import in_batches, release
 from memkv.store.catalog_filters import filter_clause
 from memkv.store.catalog_jobs import insert_job, live_job_of
 from memkv.store.catalog_store import now
@@ -166,7 +166,7 @@ class DocumentStatements:
             removed = remove_chunks(connection, tenant, row.id)
             connection.execute(delete(Document).where(Document.tenant == tenant, Document.id == row.id))
             generation, stamp = advance_collection(connection, collection_id)
-            released = release_files(connection, tenant, removed.keys)
+            released = release(connection, tenant, removed.keys)
         return Change.removal(collection_id, generation, stamp, removed.row_ids, released)
 
     def fail_document(self, tenant: str, document_id: str, revision: int, problem: Problem) -> bool:

@@ -15,7 +15,7 @@ from memkv.store.block_file import file_name, parse_file_name
 from memkv.store.catalog_store import now
 from memkv.store.database import Database
 from memkv.store.database_errors import damaged
-from memkv.store.rows import KVFileRow
+from memkv.store.rows import KVFileRow, Released
 from memkv.store.tables import Chunk, Collection, KVFile
 
 Item = TypeVar("Item")
@@ -87,17 +87,14 @@ class FileStatements:
             )
             return dropped.rowcount > 0
 
-    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
-        """Drops the rows among `input_keys` that no chunk and no prefix refers to; their files are to go."""
+    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> Released:
+        """Those of `input_keys` that no chunk and no prefix refers to; drops their rows."""
         with self._database.read() as connection:
-            unused: list[str] = []
-            for batch in in_batches(input_keys):
-                keys = select(KVFile.input_key).where(*_unused(tenant, batch))
-                unused.extend(connection.execute(keys).scalars())
-        if not unused:
-            return ()
+            unused = _unreferenced(connection, tenant, input_keys)
+            if not _existing_keys(connection, unused, tenant=tenant):
+                return Released(tuple(unused))
         with self._database.write() as transaction:
-            return release_files(transaction.connection, tenant, unused)
+            return release(transaction.connection, tenant, unused)
 
     def existing_keys(self, tenant: str, input_keys: Sequence[str]) -> set[str]:
         """Those of `input_keys` that have KV."""
@@ -131,24 +128,31 @@ def in_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
         yield values[start : start + _BATCH]
 
 
-def release_files(connection: Connection, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
-    """Drops the rows among `input_keys` that no chunk and no collection's prefix refers to any more.
+def release(connection: Connection, tenant: str, input_keys: Sequence[str]) -> Released:
+    """Those of `input_keys` that no chunk and no collection's prefix refers to; drops their rows.
 
     Called in the transaction that removed the references; the files go after its commit.
     """
-    released: list[KVFileRow] = []
+    keys = _unreferenced(connection, tenant, input_keys)
+    files: list[KVFileRow] = []
+    for batch in in_batches(keys):
+        rows = (KVFile.tenant == tenant, KVFile.input_key.in_(batch))
+        files.extend(map(file_row, connection.execute(select(*FILE_COLUMNS).where(*rows))))
+        connection.execute(delete(KVFile).where(*rows))
+    return Released(tuple(keys), tuple(files))
+
+
+def _unreferenced(connection: Connection, tenant: str, input_keys: Sequence[str]) -> list[str]:
+    """Those that no chunk and no prefix refers to, each once."""
+    found: list[str] = []
     for batch in in_batches(sorted(set(input_keys))):
-        unused = select(*FILE_COLUMNS).where(*_unused(tenant, batch))
-        rows = [file_row(row) for row in connection.execute(unused)]
-        if rows:
-            connection.execute(delete(KVFile).where(KVFile.input_key.in_([row.input_key for row in rows])))
-        released.extend(rows)
-    return tuple(released)
-
-
-def _unused(tenant: str, input_keys: Sequence[str]) -> tuple[ColumnElement[bool], ...]:
-    """True of rows among `input_keys` that nothing refers to."""
-    return (KVFile.tenant == tenant, KVFile.input_key.in_(input_keys), *is_unused())
+        chunks = select(Chunk.input_key).where(Chunk.tenant == tenant, Chunk.input_key.in_(batch))
+        prefixes = select(Collection.prefix_key).where(
+            Collection.tenant == tenant, Collection.prefix_key.in_(batch)
+        )
+        used = set(connection.execute(chunks.union(prefixes)).scalars())
+        found.extend(key for key in batch if key not in used)
+    return found
 
 
 def is_unused() -> tuple[ColumnElement[bool], ...]:

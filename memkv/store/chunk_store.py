@@ -36,7 +36,7 @@ from memkv.store.block_file import (
 from memkv.store.catalog import Catalog
 from memkv.store.durable_files import Damage, storage_error, write_new_file
 from memkv.store.quota import NO_CAPS, Caps, Claim, Quota
-from memkv.store.rows import DEFAULT_TENANT, KVFileRow
+from memkv.store.rows import DEFAULT_TENANT, KVFileRow, Released
 
 _WRITERS = 16  # threads that write and fsync; the disk merges their flushes
 
@@ -148,11 +148,11 @@ class ChunkStore:
         self._count(hits=1, loaded_bytes=identity.file_bytes)
         return found
 
-    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> tuple[KVFileRow, ...]:
+    def release_unused(self, tenant: str, input_keys: Sequence[str]) -> Released:
         """Lets go of published KV that no chunk and no prefix refers to (any more): row, then file."""
         released = self._catalog.release_unused(tenant, input_keys)
-        if released:
-            self.reclaim(released)
+        if released.files:
+            self.reclaim(released.files)
         return released
 
     def reclaim(self, released: Sequence[KVFileRow]) -> int:
@@ -229,7 +229,8 @@ class ChunkStore:
         unused = self._catalog.unused_files()
         released: list[KVFileRow] = []
         for tenant in {row.tenant for row in unused}:
-            released += self.release_unused(tenant, [row.input_key for row in unused if row.tenant == tenant])
+            keys = [row.input_key for row in unused if row.tenant == tenant]
+            released += self.release_unused(tenant, keys).files
         return tuple(released)
 
     def evict(self, rows: Sequence[KVFileRow]) -> int:

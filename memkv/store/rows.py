@@ -253,6 +253,19 @@ class Vectors:
     vectors: NDArray[np.float32]  # [n, dim]
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What nothing refers to any more.
+
+    Attributes:
+        keys: input keys of chunks and prefixes, whether or not a file holds their KV.
+        files: rows dropped, whose files are to go.
+    """
+
+    keys: tuple[str, ...] = ()
+    files: tuple[KVFileRow, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
     """What one transaction did to a collection: the index and the block files follow it."""
@@ -263,7 +276,7 @@ class Change:
     removed: NDArray[np.int64]  # chunk row ids
     added: NDArray[np.int64]
     vectors: NDArray[np.float32]  # [len(added), dim]
-    released: tuple[KVFileRow, ...]  # rows dropped because nothing refers to their key any more
+    released: Released
 
     @classmethod
     def removal(
@@ -272,7 +285,7 @@ class Change:
         generation: int,
         stamp: bytes,
         removed: NDArray[np.int64],
-        released: tuple[KVFileRow, ...],
+        released: Released,
     ) -> Change:
         none = np.empty(0, dtype=np.int64)
         return cls(
@@ -295,14 +308,14 @@ class DeletedCollection:
     chunks: int
     kv_files: int
     kv_bytes: int
-    released: tuple[KVFileRow, ...]
+    released: Released
 
 
 @dataclass(frozen=True, slots=True)
 class RenewedCollection:
     """All of its documents are pending again; `job` is None where it has none."""
 
-    released: tuple[KVFileRow, ...]
+    released: Released
     job: JobRow | None
 
 

@@ -199,7 +199,7 @@ class Store:
         """Raises CollectionNotFound."""
         deleted = self._reserve.spend_on(lambda: self.catalog.delete_collection(tenant, name))
         self.indexes.drop(deleted.collection_id)
-        self.chunks.reclaim(deleted.released)
+        self.chunks.reclaim(deleted.released.files)
         self._reserve.fill()
         self.jobs.announce()
         return deleted
@@ -208,7 +208,7 @@ class Store:
         """`Catalog.renew_collection`, then the index and the files, and wakes the workers."""
         renewed = self.catalog.renew_collection(row, new)
         self.indexes.drop(row.id)
-        self.chunks.reclaim(renewed.released)
+        self.chunks.reclaim(renewed.released.files)
         self.jobs.announce()
         return renewed
 
@@ -303,8 +303,8 @@ class Store:
 
     def _follow(self, tenant: str, change: Change) -> None:
         self.indexes.apply(tenant, change)
-        if change.released:
-            self.chunks.reclaim(change.released)
+        if change.released.files:
+            self.chunks.reclaim(change.released.files)
 
 
 def _make_directories(data_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -349,3 +350,21 @@ def test_one_poison_document_does_not_fail_its_neighbours(open_memory, monkeypat
     assert failed.error.code == "internal_error"
     assert memory.ready().status == "ready"
     assert memory.verify_store().found == 0, "KV of the document that failed was left"
+
+
+@pytest.mark.parametrize("prefill", ["eager", "after_9_uses"])
+def test_what_is_forgotten_leaves_the_pool_whether_or_not_a_file_held_it(open_memory, prefill: str) -> None:
+    memory = open_memory()
+    memory.create_collection(CollectionCreate(name="c", prefill=prefill))
+    memory.ingest("c", [DocumentCreate(text="The lamp burns oil. " * 9, external_id="d")], wait=60)
+    memory.query(QueryRequest(query="Lamp?", collection="c", min_score=-1.0, policy="exact"))
+
+    def kept_blocks() -> int:
+        return sum(lane.kept_blocks for lane in memory._parts.engine.stats().lanes)
+
+    assert kept_blocks() > 0
+    memory.forget("c", "d")
+    deadline = time.monotonic() + 10
+    while kept_blocks():  # the engine drops them between two steps
+        assert time.monotonic() < deadline, "what was forgotten stays in the pool"
+        time.sleep(0.02)

@@ -125,7 +125,7 @@ def test_an_update_keeps_the_old_chunks_searchable_until_it_is_committed(
     [kept, gone] = samples_of(store, "kept line\nold line")
     committed = commit(store, pending, "kept line\nnew line")
     assert committed.change is not None
-    assert [file.input_key for file in committed.change.released] == [gone.item.input_key]
+    assert [file.input_key for file in committed.change.released.files] == [gone.item.input_key]
     assert sorted(found_texts(store, collection, "x")) == ["kept line", "new line"]
     assert load(store, kept.item) is not None
     assert load(store, gone.item) is None
@@ -193,7 +193,7 @@ def test_deleting_removes_what_nothing_else_refers_to(store: Store, collection: 
     ingest(store, second, "shared", external_id="b")
     [shared, own] = samples_of(store, "shared\nown")
     change = store.delete_document(T, collection.id, "a")
-    assert [file.input_key for file in change.released] == [own.item.input_key]
+    assert [file.input_key for file in change.released.files] == [own.item.input_key]
     assert load(store, own.item) is None
     assert load(store, shared.item) is not None
     assert load(store, prefix) is not None

@@ -377,7 +377,7 @@ def test_a_renewed_collection_has_no_chunks_and_its_documents_wait(
     found_texts(store, collection, "one")
     other_model = new_collection(fingerprint_digest="77" * 32, dim=4, prefix_ids=(1,), model_name="other")
     renewed = store.renew_collection(collection, other_model)
-    assert len(renewed.released) == 3
+    assert len(renewed.released.files) == 3
     assert files_in(store) == 0
     row = store.catalog.get_collection(T, collection.name)
     assert (row.fingerprint_digest, row.dim, row.model_name) == ("77" * 32, 4, "other")
