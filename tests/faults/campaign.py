@@ -82,7 +82,7 @@ def run_figure(name: str, place: Place, scale: float) -> dict[str, Any]:
     if not figure.full and scale < 1:
         sizes["stride"] = round(1 / scale)
     started = time.monotonic()
-    found: dict[str, Any] = {"figure": name, "database": place.database, **sizes}
+    found: dict[str, Any] = {"figure": name, "database": place.database, "sizes": sizes}
     try:
         outcome = figure.run(place, **sizes)
     except Unavailable as error:

@@ -136,6 +136,7 @@ class Nursery:
         return self._log.read_text(errors="replace")[-count:] if self._log.exists() else ""
 
     def __enter__(self) -> Self:
+        self.ask({})  # answered once everything is imported
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,13 +192,15 @@ def main() -> None:
                 if done:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
             reply = {"status": statuses.get(pid)}
-        else:
+        elif "function" in request:
             child = os.fork()
             if child == 0:
                 status = _run_child(request)
                 sys.stderr.flush()
                 os._exit(status)
             reply = {"pid": child}
+        else:
+            reply = {}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

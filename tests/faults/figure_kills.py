@@ -21,6 +21,8 @@ def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = 
         outcome.runs += killed
         outcome.notes[piece] = killed
     for weakness, piece in _CONTROLS.items():
+        if piece not in pieces:
+            continue
         outcome.control_detected[weakness] = _is_noticed(place, weakness, piece)
     return outcome
 
@@ -48,7 +50,7 @@ def _is_noticed(place: Place, weakness: str, piece: str) -> bool:
     """Whether the check finds what a kill breaks with one protection off."""
     with place.store() as stage:
         stage.prepare(piece, 0)
-        for at in range(1, 400, 2):
+        for at in range(15, 400, 4):  # opening takes the calls before
             status = stage.nursery.run(
                 "fault_life:live", Fault(at), weakness, **stage.arguments, piece=piece, round_=at
             )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from datetime import UTC, datetime
 from pathlib import Path
 
 from alembic import command
 from fault_place import POSTGRESQL, Outcome, Place, Stage
 from fault_process import SIGKILLED, Fault
-from sqlalchemy import event, text
+from sqlalchemy import event, insert, text
 
 from memkv.errors import MemKVError
 from memkv.store import schema
 from memkv.store.database import Database, parse_database_url
 from memkv.store.schema import require_schema, schema_differences, schema_revision
+from memkv.store.tables import Tenant
 
 
 def migrations(place: Place, *, stride: int = 1) -> Outcome:
@@ -75,10 +77,7 @@ def prepare_revision(data_dir: str, url: str | None, revision: str) -> None:
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
     with database.unfenced_write() as connection:
-        connection.execute(
-            text("INSERT INTO tenants (name, secret, created_at) VALUES ('kept', :secret, :now)"),
-            {"secret": bytes(32), "now": "2026-01-01 00:00:00"},
-        )
+        connection.execute(insert(Tenant).values(name="kept", secret=bytes(32), created_at=datetime.now(UTC)))
     database.close()
 
 

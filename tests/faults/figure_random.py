@@ -94,7 +94,7 @@ def _pair_is_noticed(place: Place) -> bool:
     weakness = "rows_before_files"
     with place.store() as stage:
         stage.prepare("start", 0)
-        for at in range(20, 200, 4):
+        for at in range(30, 200, 8):
             for fault, piece in ((Fault(at), "ingest"), (Fault(at // 2), "start")):
                 stage.nursery.run(
                     "fault_life:live", fault, weakness, **stage.arguments, piece=piece, round_=at
