@@ -104,7 +104,7 @@ def test_killed_migrations(postgres_place: Place) -> None:
 
 
 def test_what_is_forgotten_is_not_seen(sqlite_place: Place) -> None:
-    holds(forgotten, sqlite_place, seconds=5.0, clients=8)
+    holds(forgotten, sqlite_place, seconds=12.0, clients=12)
 
 
 def test_destroyed_blocks_heal_under_load(sqlite_place: Place) -> None:
