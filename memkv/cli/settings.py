@@ -31,7 +31,7 @@ MEANING = {
     "model.models_dir": "where installed models lie; empty: ~/.cache/memkv/models",
     "model.device": "auto, cpu, cuda or cuda:N; several with commas between them serve side by side",
     "model.dtype": "of weights and compute; auto: float32 on a CPU, bfloat16 on a GPU",
-    "kv.dtype": "of stored keys and values: bfloat16, float16 or float32",
+    "kv.dtype": "of stored keys and values: bfloat16 or float32",
     "kv.block_size": "tokens in a block: 8, 16 or 32",
     "engine.pool_bytes": "memory for blocks",
     "engine.host_bytes": "host memory for chunks that a GPU's pool has no room for; 0: none",

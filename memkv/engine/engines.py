@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 
 from memkv.engine.engine import Engine
 from memkv.engine.generation import Generation
+from memkv.engine.prefill import PrefillJob
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.stats import EngineStats
@@ -54,14 +55,13 @@ class Engines:
         self._require_open()
         wanted = list(chunks)
         engines = sorted(self._engines, key=lambda engine: engine.num_tasks)
-        jobs = [
-            (engine, engine.submit_prefill(context, own, source, block_size=block_size))
-            for index, engine in enumerate(engines)
-            if (own := wanted[index :: len(engines)])
-        ]
+        jobs: list[tuple[Engine, PrefillJob]] = []
         found: list[list[ChunkKV]] = []
         num_found = 0
         try:
+            for index, engine in enumerate(engines):
+                if own := wanted[index :: len(engines)]:
+                    jobs.append((engine, engine.submit_prefill(context, own, source, block_size=block_size)))
             for engine, job in jobs:
 
                 def tell(done: int, _: int, before: int = num_found) -> None:

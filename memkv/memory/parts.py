@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,22 +33,22 @@ class Parts:
     @classmethod
     def open(cls, config: Config, on_progress: Callable[[str], None]) -> Parts:
         """Opens the store first: a store that is held elsewhere is refused before a model is loaded."""
-        store = open_store(config)
-        try:
+        with ExitStack() as opened:
+            store = opened.enter_context(closing(open_store(config)))
             on_progress(f"loading {config.model.model}")
             models = _load_on_each_device(config)
-            model = models[0]
+            tokenizer = TextTokenizer(models[0].tokenizer)
             on_progress(f"loading {config.model.embedder}")
             embedder = load_embedder(config)
-            engines = [Engine(each, kv_dtype=config.kv.dtype, config=config.engine) for each in models]
-            engine = engines[0] if len(engines) == 1 else Engines(engines)
-        except BaseException:
-            store.close()
-            raise
+            engines = [
+                opened.enter_context(Engine(each, kv_dtype=config.kv.dtype, config=config.engine))
+                for each in models
+            ]
+            opened.pop_all()  # nothing failed: they stay open
         gc.collect()
         gc.freeze()  # a pass over all that was loaded takes a tenth of a second, in the middle of an answer
-        tokenizer = TextTokenizer(model.tokenizer)
-        return cls(config, store, model, tokenizer, embedder, engine)
+        engine = engines[0] if len(engines) == 1 else Engines(engines)
+        return cls(config, store, models[0], tokenizer, embedder, engine)
 
     def close(self, drain_seconds: float) -> None:
         try:

@@ -58,26 +58,26 @@ class Job:
     generated: bool = False
 
 
-def _jobs() -> dict[str, Job]:
+def jobs() -> dict[str, Job]:
     """By name, the long ones first."""
-    jobs: dict[str, Job] = {}
+    named: dict[str, Job] = {}
     for name, form in {"": NONE, "-stored": STORED}.items():
         result = f"smollm2-mtrag{name}"
-        jobs[f"mtrag{name} answers"] = Job(result, form, FEW, answers=32)
-        jobs[f"mtrag{name}"] = Job(result, form, ("exact", "head:2", *BETWEEN))
-        jobs[f"mtrag{name} peers"] = Job(result, form, PEERS)
-    jobs["mtrag others"] = Job(
+        named[f"mtrag{name} answers"] = Job(result, form, FEW, answers=32)
+        named[f"mtrag{name}"] = Job(result, form, ("exact", "head:2", *BETWEEN))
+        named[f"mtrag{name} peers"] = Job(result, form, PEERS)
+    named["mtrag others"] = Job(
         "smollm2-mtrag", NONE, ("order", "neighbours:1", "alone", "temperature:0.9", "temperature:0.8")
     )
-    jobs["mtrag-prompt"] = Job("smollm2-mtrag-prompt", PROMPT, ("exact", *FEW, "select:0.05", "mass:0.9"))
+    named["mtrag-prompt"] = Job("smollm2-mtrag-prompt", PROMPT, ("exact", *FEW, "select:0.05", "mass:0.9"))
     for kind in KINDS:
         for name, form in {"": NONE, "-stored": STORED, "-prompt": PROMPT}.items():
             policies = ("exact", *FEW, "select:0.15", "mass:0.9", *(PEERS if form is NONE else ()))
-            jobs[f"generated{name} {kind}"] = Job(
+            named[f"generated{name} {kind}"] = Job(
                 f"smollm2-generated{name}", form, policies, kinds=(kind,), generated=True
             )
-    jobs.update(_options())
-    return jobs
+    named.update(_options())
+    return named
 
 
 def _options() -> dict[str, Job]:
@@ -132,7 +132,7 @@ def measure(directory: Path) -> None:
     memkv.eval.run.load_language_model = lambda config: _model()
     memkv.eval.run.load_embedder = lambda config: _embedder()
     directory.mkdir(parents=True, exist_ok=True)
-    for name, job in _jobs().items():
+    for name, job in jobs().items():
         try:
             (directory / f"{name}.taken").touch(exist_ok=False)
         except FileExistsError:
@@ -152,7 +152,7 @@ def measure(directory: Path) -> None:
 def keep(directory: Path, times: Sequence[Path]) -> None:
     """Joins the jobs of each kept result, with the times of a CPU where they are of the same prompts."""
     found: dict[str, dict[str, Study]] = {}
-    for name, job in _jobs().items():
+    for name, job in jobs().items():
         if (directory / f"{name}.json").exists():
             found.setdefault(job.result, {})[name] = read_study(directory / f"{name}.json")
     timed = {(study.data, study.form["primer"]): study for study in map(read_study, times)}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import quality_study
 
 from memkv.config import QueryConfig
 from memkv.eval.study import Row, Study, read_study
@@ -79,3 +80,14 @@ def test_what_the_gate_makes_of_them() -> None:
         assert cheapest_that_passed(gates, config, chunk_tokens=256).policy.name == policy
         found = rows_of(names[0])[policy].ttft_speedup
         assert found is not None and found >= speedup
+
+
+def test_the_study_that_made_them_names_what_they_hold() -> None:
+    kept: dict[str, set[str]] = {}
+    for job in quality_study.jobs().values():
+        names = {each if isinstance(each, str) else each.name for each in job.policies}
+        kept.setdefault(job.result, {"full"}).update(names)
+    assert kept.pop("smollm2-options")
+    assert set(kept) == {path.stem for path in STUDIES}
+    for name, policies in kept.items():
+        assert {row.policy for row in read_study(RESULTS / f"{name}.json").rows} == policies

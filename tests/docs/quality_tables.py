@@ -35,7 +35,8 @@ def real_questions() -> str:
     full, full_primed = _row(study, "full"), _row(primed, "full")
     lines = [
         f"{full.questions} MTRAG questions among {study.chunk_tokens_mean:.0f} retrieved tokens in chunks of "
-        f"up to {study.form['chunk_tokens']}; {study.dtype}, KV in {study.kv_dtype}; {study.device}. Added "
+        f"up to {study.form['chunk_tokens']}; {study.dtype} (products in TF32 "
+        f"on the GPU), KV in {study.kv_dtype}; {study.device}. Added "
         "is what a policy adds to the gold answer's negative log-likelihood under a full prefill of the same "
         "prompt, in nats a token, with its 95 % interval; that likelihood itself is "
         f"{full.nll_full:.2f} without and {full_primed.nll_full:.2f} with the primer.",
