@@ -115,7 +115,8 @@ class Maintenance:
                 elif time.monotonic() >= next_turn:
                     next_turn = time.monotonic() + self._idle()
             except _Stopped:
-                self._store.jobs.release(job.id if job is not None else "")
+                if job is not None:
+                    self._store.jobs.release(job.id)
                 return
             except (StoreFenced, DatabaseDamaged) as error:
                 _log.error("maintenance_ended", code=error.code, detail=error.detail, hint=error.hint)
