@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from memkv.kernels import ops
 from memkv.kernels.ops import AttentionPlan, AttentionResult, Rotation
@@ -160,9 +160,6 @@ def attend(
 _current_step: ContextVar[StepContext | None] = ContextVar("memkv_step")
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Visibility is in the plan; transformers need not build a mask."""
-
-
+# No mask is registered under this name: visibility is in the plan, and transformers, which would look into the
+# positions for packed sequences and so wait for a GPU, makes none.
 AttentionInterface.register(ATTENTION_NAME, attend)
-AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
