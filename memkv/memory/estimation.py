@@ -17,7 +17,6 @@ from memkv.store.block_file import file_bytes
 from memkv.store.durable_files import write_new_file
 from memkv.store.rows import CollectionRow, NewCollection
 from memkv.store.space_reserve import RESERVE_BYTES
-from memkv.text.chunker import chunk_text
 from memkv.wire import CollectionCreate, Estimate
 
 _PROBE_BYTES = 4 << 20  # written to learn how quick the disk is
@@ -96,7 +95,7 @@ class Estimation:
         secret = self._parts.store.catalog.tenant_secret(tenant)
         found: dict[str, tuple[int, ...]] = {}
         for text in texts:
-            cut = chunk_text(text.text, text.title, self._parts.tokenizer, target.max_chunk_tokens)
+            cut = self._parts.cutter.cut(text.text, text.title, target.max_chunk_tokens)
             for chunk in cut:
                 tokens = tuple(chunk.token_ids)
                 found[input_key(secret, target.fingerprint_digest, target.prefix_ids, tokens)] = tokens

@@ -18,7 +18,6 @@ from memkv.store.archive import ArchiveReader
 from memkv.store.block_file import BlockFileIdentity, decode_block_file, parse_file_name, token_digest_of
 from memkv.store.durable_files import Damage
 from memkv.store.rows import DEFAULT_TENANT
-from memkv.text.chunker import chunk_text
 from memkv.text.reader import accept_text
 from memkv.wire import DocumentCreate
 
@@ -127,9 +126,9 @@ def _refs(parts: Parts, opened: OpenCollection, document: DocumentCreate) -> lis
     """The chunks that the ingest will cut; none of a text that it will refuse."""
     try:
         source = accept_text(document.text, max_bytes=parts.config.ingest.max_document_bytes)
+        cut = parts.cutter.cut(source.text, document.title, opened.row.max_chunk_tokens)
     except MemKVError:
         return []
-    cut = chunk_text(source.text, document.title, parts.tokenizer, opened.row.max_chunk_tokens)
     return [opened.ref(opened.key(chunk.token_ids), chunk.token_ids) for chunk in cut]
 
 

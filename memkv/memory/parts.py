@@ -17,6 +17,7 @@ from memkv.memory.stored import open_store
 from memkv.model.install import default_models_dir, resolve
 from memkv.model.loader import LoadedModel, load_model
 from memkv.store.store import Store
+from memkv.text.cutter import Cutter
 from memkv.text.embedder import Embedder
 from memkv.text.tokenizer import TextTokenizer
 
@@ -27,6 +28,7 @@ class Parts:
     store: Store
     model: LoadedModel
     tokenizer: TextTokenizer
+    cutter: Cutter
     embedder: Embedder
     engine: Engine | Engines
 
@@ -38,6 +40,7 @@ class Parts:
             on_progress(f"loading {config.model.model}")
             models = _load_on_each_device(config)
             tokenizer = TextTokenizer(models[0].tokenizer)
+            cutter = Cutter(tokenizer)
             on_progress(f"loading {config.model.embedder}")
             embedder = load_embedder(config)
             engines = [
@@ -48,12 +51,13 @@ class Parts:
         gc.collect()
         gc.freeze()  # a pass over all that was loaded takes a tenth of a second, in the middle of an answer
         engine = engines[0] if len(engines) == 1 else Engines(engines)
-        return cls(config, store, models[0], tokenizer, embedder, engine)
+        return cls(config, store, models[0], tokenizer, cutter, embedder, engine)
 
     def close(self, drain_seconds: float) -> None:
         try:
             self.engine.close(drain_seconds)
         finally:
+            self.cutter.close()
             self.store.close()
             gc.unfreeze()
 

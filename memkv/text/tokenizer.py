@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
@@ -38,35 +39,25 @@ class ModelTokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-class TextTokenizer:
-    """The text side of a model's tokenizer. Safe to use from several threads."""
+class TokenizerState(msgspec.Struct, frozen=True):
+    """What a `PlainTokenizer` is made of, so that another process can make the same.
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self._chat = tokenizer
-        backend = tokenizer.backend_tokenizer
-        spec = json.loads(backend.to_str())
-        self._inner = _derived(spec)
-        for token in spec["added_tokens"]:
-            token["special"] = bool(token["content"].strip()) or token["special"]
-        self._plain = _derived(spec)
+    Attributes:
+        spec: a Rust tokenizer in its JSON form.
+        control: ids of the control tokens.
+    """
+
+    spec: str
+    control: frozenset[int]
+
+
+class PlainTokenizer:
+    """Reads texts, and knows no template. Safe to use from several threads."""
+
+    def __init__(self, state: TokenizerState) -> None:
+        self.state = state
+        self._plain = Tokenizer.from_str(state.spec)
         self._plain.encode_special_tokens = True
-        unknown = spec["model"].get("unk_token")
-        self._control = frozenset(
-            token["id"] for token in spec["added_tokens"] if token["special"] and token["content"] != unknown
-        )
-        self._start_ids = _start_ids(backend)
-        self._byte_ids = frozenset(
-            token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
-        )
-
-    @property
-    def start_ids(self) -> list[int]:
-        """What the model's tokenizer puts in front of a text that no template wraps (BOS, or nothing)."""
-        return list(self._start_ids)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat.chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text: nothing in it is a control token, and no token is added."""
@@ -91,6 +82,73 @@ class TextTokenizer:
             encoded = self._plain.encode_batch_fast(batch, add_special_tokens=False)
             counts.extend(len(encoding.ids) for encoding in encoded)
         return counts
+
+    def _encodings(self, text: str) -> Iterable[tuple[Encoding, int]]:
+        """Encodings of consecutive slices of `text` and where each begins."""
+        starts = _slice_starts(text)
+        slices = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        at = 0
+        for batch in _batches(slices):
+            for encoding, piece in zip(
+                self._plain.encode_batch(batch, add_special_tokens=False), batch, strict=True
+            ):
+                yield from self._without_control(encoding, piece, at)
+                at += len(piece)
+
+    def _without_control(self, encoding: Encoding, text: str, at: int) -> Iterable[tuple[Encoding, int]]:
+        """Takes apart what the vocabulary itself merged into a control token (a whole word may be one)."""
+        waiting = [(encoding, text, at)]
+        while waiting:
+            encoding, text, at = waiting.pop()
+            cuts = self._control_cuts(encoding)
+            if not cuts:
+                yield encoding, at
+                continue
+            edges = [0, *cuts, len(text)]
+            for start, end in reversed(list(itertools.pairwise(edges))):
+                piece = text[start:end]
+                waiting.append((self._plain.encode(piece, add_special_tokens=False), piece, at + start))
+
+    def _control_cuts(self, encoding: Encoding) -> list[int]:
+        """Where to cut the text so that none of its control tokens can form."""
+        if self.state.control.isdisjoint(encoding.ids):
+            return []
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        return [
+            start + 1
+            for token_id, (start, end) in spans
+            if token_id in self.state.control and end - start > 1
+        ]
+
+
+class TextTokenizer(PlainTokenizer):
+    """The text side of a model's tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._chat = tokenizer
+        backend = tokenizer.backend_tokenizer
+        spec = json.loads(backend.to_str())
+        self._inner = Tokenizer.from_str(_derived(spec))
+        for token in spec["added_tokens"]:
+            token["special"] = bool(token["content"].strip()) or token["special"]
+        unknown = spec["model"].get("unk_token")
+        control = frozenset(
+            token["id"] for token in spec["added_tokens"] if token["special"] and token["content"] != unknown
+        )
+        super().__init__(TokenizerState(_derived(spec), control))
+        self._start_ids = _start_ids(backend)
+        self._byte_ids = frozenset(
+            token_id for token, token_id in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
+        )
+
+    @property
+    def start_ids(self) -> list[int]:
+        """What the model's tokenizer puts in front of a text that no template wraps (BOS, or nothing)."""
+        return list(self._start_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat.chat_template)
 
     def encode_template(self, text: str) -> list[int]:
         """Token ids of a piece of a rendered template, where control tokens are what they say."""
@@ -122,41 +180,6 @@ class TextTokenizer:
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is a lone byte of a byte-fallback vocabulary."""
         return token_id in self._byte_ids
-
-    def _encodings(self, text: str) -> Iterable[tuple[Encoding, int]]:
-        """Encodings of consecutive slices of `text` and where each begins."""
-        starts = _slice_starts(text)
-        slices = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-        at = 0
-        for batch in _batches(slices):
-            for encoding, piece in zip(
-                self._plain.encode_batch(batch, add_special_tokens=False), batch, strict=True
-            ):
-                yield from self._without_control(encoding, piece, at)
-                at += len(piece)
-
-    def _without_control(self, encoding: Encoding, text: str, at: int) -> Iterable[tuple[Encoding, int]]:
-        """Takes apart what the vocabulary itself merged into a control token (a whole word may be one)."""
-        waiting = [(encoding, text, at)]
-        while waiting:
-            encoding, text, at = waiting.pop()
-            cuts = self._control_cuts(encoding)
-            if not cuts:
-                yield encoding, at
-                continue
-            edges = [0, *cuts, len(text)]
-            for start, end in reversed(list(itertools.pairwise(edges))):
-                piece = text[start:end]
-                waiting.append((self._plain.encode(piece, add_special_tokens=False), piece, at + start))
-
-    def _control_cuts(self, encoding: Encoding) -> list[int]:
-        """Where to cut the text so that none of its control tokens can form."""
-        if self._control.isdisjoint(encoding.ids):
-            return []
-        spans = zip(encoding.ids, encoding.offsets, strict=True)
-        return [
-            start + 1 for token_id, (start, end) in spans if token_id in self._control and end - start > 1
-        ]
 
 
 class StreamDecoder:
@@ -204,10 +227,9 @@ _BATCH = 2_048
 _SEARCH = 512
 
 
-def _derived(spec: dict[str, Any]) -> Tokenizer:
-    """A tokenizer of its own from the JSON form of one, which begins texts with nothing of its own."""
-    spec = _without_prefix(spec) | {"post_processor": None, "truncation": None, "padding": None}
-    return Tokenizer.from_str(json.dumps(spec))
+def _derived(spec: dict[str, Any]) -> str:
+    """The JSON form of a tokenizer that begins texts with nothing of its own."""
+    return json.dumps(_without_prefix(spec) | {"post_processor": None, "truncation": None, "padding": None})
 
 
 def _without_prefix(spec: Any) -> Any:

@@ -27,6 +27,7 @@ from memkv.engine.kv_cache import KVCache
 from memkv.engine.model_runner import StepResult
 from memkv.model.loader import LoadedModel
 from memkv.model.support import LayerSpec, ModelSpec
+from memkv.text.chunker import TextChunk, chunk_text
 from memkv.text.tokenizer import TextTokenizer
 
 WRONG = "!"
@@ -137,6 +138,19 @@ class FakeEmbedder:
         return self.embed([question])[0]
 
 
+class InProcessCutter:
+    """Stands for `Cutter`: no piece of a life waits for a process to start."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def cut(self, text: str, title: str, max_tokens: int) -> list[TextChunk]:
+        return chunk_text(text, title, self._tokenizer, max_tokens)
+
+    def close(self) -> None:
+        pass
+
+
 class FakeRunner:
     """Stands for `ModelRunner`."""
 
@@ -231,6 +245,7 @@ def fake_models(salt: str = "") -> Iterator[None]:
         mock.patch("memkv.memory.parts.load_language_model", return_value=fake_model(salt)),
         mock.patch("memkv.memory.parts.load_embedder", return_value=FakeEmbedder()),
         mock.patch("memkv.memory.parts.TextTokenizer", return_value=text_tokenizer()),
+        mock.patch("memkv.memory.parts.Cutter", InProcessCutter),
         mock.patch("memkv.engine.engine.ModelRunner", FakeRunner),
     ):
         yield

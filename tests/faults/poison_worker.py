@@ -12,20 +12,21 @@ import sys
 from typing import Any
 
 from memkv.config import load_config
-from memkv.memory import Memory, ingestion
+from memkv.memory import Memory
+from memkv.text.cutter import Cutter
 from memkv.wire import PageRequest
 
-_cut = ingestion.chunk_text
+_cut = Cutter.cut
 
 
-def cut(text: str, *arguments: Any) -> Any:
+def cut(cutter: Cutter, text: str, *arguments: Any) -> Any:
     if "poison" in text:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _cut(text, *arguments)
+    return _cut(cutter, text, *arguments)
 
 
 def main() -> None:
-    ingestion.chunk_text = cut
+    Cutter.cut = cut  # type: ignore[method-assign]
     with Memory.open(load_config(json.loads(sys.argv[1]), env={})) as memory:
         for status in ("queued", "running"):
             for job in memory.list_jobs(PageRequest(limit=100), status=status).data:
