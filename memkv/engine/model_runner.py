@@ -35,7 +35,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel) -> None:
         self._module = model.module
         self._layers = layer_attention(model.spec, model.device)
-        self.device = torch.device(model.device)
+        self.device = torch.empty(0, device=model.device).device  # "cuda" has no index, its tensors have
 
     def run(self, batch: Batch, kv_cache: KVCache) -> StepResult:
         """One pass: writes the batch's keys and values.
