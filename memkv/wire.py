@@ -294,6 +294,8 @@ class Job(Reply, frozen=True, kw_only=True):
     created_at: str
     started_at: str = ""
     finished_at: str = ""
+    owner: str = ""  # the process that runs it
+    heartbeat_at: str = ""  # when that one was last heard of
     verification: StoreVerification | None = None  # of a finished `verify`
 
 

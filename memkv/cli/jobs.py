@@ -96,6 +96,8 @@ def _show(job: Job, out: Output) -> None:
         ("created", job.created_at),
         ("finished", job.finished_at or "not yet"),
     ]
+    if job.owner:
+        pairs.append(("runs in", f"{job.owner}, last heard of {job.heartbeat_at}"))
     if job.verification is not None:
         pairs.append(("problems", f"{job.verification.found}, {job.verification.repaired} of them repaired"))
     for problem in job.errors:

@@ -119,6 +119,8 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         created_at=_time(row.created_at),
         started_at=_time(row.started_at),
         finished_at=_time(row.finished_at),
+        owner=row.owner or "",
+        heartbeat_at=_time(row.heartbeat_at),
         verification=None if verification is None else msgspec.convert(verification, StoreVerification),
     )
 

@@ -42,7 +42,10 @@ JOB_COLUMNS = (
     Job.started_at,
     Job.finished_at,
     Job.arguments,
+    Job.lease_owner,
+    Job.heartbeat_at,
 )
+NO_LEASE = {"lease_epoch": None, "lease_owner": None, "heartbeat_at": None}
 
 
 def insert_job(
@@ -174,9 +177,7 @@ def give_up_documents(connection: Connection, job_id: str) -> bool:
 
 def end_job(connection: Connection, job_id: str, status: str, values: Mapping[str, Any]) -> None:
     connection.execute(
-        update(Job)
-        .where(Job.id == job_id)
-        .values(status=status, lease_epoch=None, lease_owner=None, finished_at=now(), **values)
+        update(Job).where(Job.id == job_id).values(status=status, finished_at=now(), **NO_LEASE, **values)
     )
     other_item, other_job = aliased(JobDocument), aliased(Job)
     in_other_hands = (

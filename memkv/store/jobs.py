@@ -5,7 +5,9 @@
        └─────────┘  released at a shutdown, or found running at an opening
 
 A running job belongs to the epoch that claimed it, so that a later opening knows without any clock which ones
-were left behind. Progress is kept in memory and written at most once a second: reporting it costs nothing.
+were left behind. Its heartbeat says for people when the process was last heard of, and lets a process that
+lost the store know so in the middle of a long piece of work. Progress is kept in memory and written at most
+once a second: reporting it costs nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import Any, Literal, get_args
 
 from sqlalchemy import func, literal, or_, select, update
 
-from memkv.errors import JobNotFound
+from memkv.errors import JobNotFound, StoreFenced
 from memkv.store.catalog_jobs import (
     CANCELLED,
     GIVEN_UP,
     JOB_COLUMNS,
     MAX_ATTEMPTS,
+    NO_LEASE,
     end_job,
     give_up_documents,
     insert_job,
@@ -31,12 +34,14 @@ from memkv.store.catalog_jobs import (
 )
 from memkv.store.catalog_store import now
 from memkv.store.database import Database
+from memkv.store.heartbeat import Heartbeat
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
 from memkv.store.rows import JobItem, JobRow, JobStatus, Page, PageRequest, Problem
 from memkv.store.tables import Document, Job, JobDocument, Moment
 
 _FLUSH_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -56,6 +61,11 @@ class Jobs:
         self._changed = threading.Condition()  # guards the two below
         self._progress: dict[str, _Progress] = {}  # of the jobs this process runs
         self._events = 0  # jobs queued, finished or cancelled so far
+        self._lost: StoreFenced | None = None  # once the store is another process's
+        self._heartbeat = Heartbeat(self.beat, _HEARTBEAT_SECONDS)
+
+    def close(self) -> None:
+        self._heartbeat.stop()
 
     def create(
         self,
@@ -155,6 +165,8 @@ class Jobs:
     def progress(self, job_id: str, *, stage: str, done: int, total: int, unit: str) -> None:
         """Reports on a running job; written to the database at most once a second."""
         with self._changed:
+            if self._lost is not None:
+                raise self._lost
             live = self._progress.get(job_id)
             if live is None:
                 return
@@ -169,6 +181,24 @@ class Jobs:
                     .where(Job.id == job_id, Job.status == "running")
                     .values(stage=stage, done=done, total=total, unit=unit)
                 )
+
+    def beat(self) -> None:
+        """Says in the rows of the jobs that run here that they do."""
+        with self._changed:
+            running = list(self._progress)
+        if not running:
+            return
+        try:
+            with self._database.write() as transaction:
+                transaction.connection.execute(
+                    update(Job)
+                    .where(Job.id.in_(running), Job.lease_epoch == transaction.epoch)
+                    .values(heartbeat_at=now())
+                )
+        except StoreFenced as error:
+            with self._changed:
+                self._lost = error
+            raise
 
     def is_cancelled(self, job_id: str) -> bool:
         """Whether the worker should stop; asked between two pieces of work."""
@@ -228,7 +258,7 @@ class Jobs:
             transaction.connection.execute(
                 update(Job)
                 .where(Job.id == job_id, Job.status == "running")
-                .values(status="queued", attempts=Job.attempts - 1, lease_epoch=None, lease_owner=None)
+                .values(status="queued", attempts=Job.attempts - 1, **NO_LEASE)
             )
             transaction.connection.execute(
                 update(JobDocument)
@@ -296,7 +326,7 @@ class Jobs:
             for job_id in given_up:
                 end_job(connection, job_id, "failed", {"error": GIVEN_UP})
             queued = connection.execute(
-                update(Job).where(*left_behind).values(status="queued", lease_epoch=None, lease_owner=None)
+                update(Job).where(*left_behind).values(status="queued", **NO_LEASE)
             ).rowcount
         self.announce()
         return queued, len(given_up)
@@ -321,6 +351,7 @@ class Jobs:
                     attempts=Job.attempts + 1,
                     lease_epoch=transaction.epoch,
                     lease_owner=owner,
+                    heartbeat_at=now(),
                     started_at=func.coalesce(Job.started_at, literal(now(), Moment())),
                 )
                 .returning(*JOB_COLUMNS)

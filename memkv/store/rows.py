@@ -362,6 +362,8 @@ class JobRow:
     started_at: datetime | None
     finished_at: datetime | None
     arguments: Mapping[str, object] = field(default_factory=dict)
+    owner: str | None = None  # that runs it
+    heartbeat_at: datetime | None = None  # when that one was last heard of
 
     @property
     def is_finished(self) -> bool:

@@ -103,6 +103,7 @@ class Store:
         self.chunks = ChunkStore(data_dir, self.catalog, caps)
         held.callback(self.chunks.close)
         self.jobs = Jobs(database)
+        held.callback(self.jobs.close)
         self.recovery = self._recover(schema, epoch)
         self.indexes = VectorIndexes(data_dir / "indexes", self.temporary_path, self.store_id, self.catalog)
         self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes)

@@ -276,6 +276,7 @@ class Job(Base):
     cancel_requested: Mapped[int] = mapped_column(Integer)  # 0 | 1
     lease_epoch: Mapped[int | None] = mapped_column(BigInteger)  # whose epoch runs it; no clock is asked
     lease_owner: Mapped[str | None] = mapped_column(PlainText)
+    heartbeat_at: Mapped[datetime | None] = mapped_column(Moment)  # of a running one; for people to read
     arguments: Mapped[dict[str, Any] | None] = mapped_column(JSONText)  # of a kind that takes some
     created_at: Mapped[datetime] = mapped_column(Moment)
     started_at: Mapped[datetime | None] = mapped_column(Moment)
