@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from memkv.engine.generation import Generation, GenerationResult
-from memkv.engine.request import GenerateRequest
+from memkv.engine.request import GenerateRequest, Piece
+from memkv.engine.residency import ChunkRef
+from memkv.engine.reuse import ReusePolicy
 from memkv.engine.sampler import Sampling
 from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
@@ -73,12 +75,15 @@ class Answering:
         retrieve_ms = _ms_since(started)
         if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
+        pieces = pieces_of(collection, (*conversation.parts, *mapped))
+        if request.reuse != "off":
+            self._prefetch(collection, chosen.policy, pieces)
         self._parts.store.uses.note(collection.row.tenant, [hit.chunk.input_key for hit in mapped])
         generation = self._parts.engine.generate(
             GenerateRequest(
                 prefix=collection.prefix,
                 chunks=(),
-                pieces=pieces_of(collection, (*conversation.parts, *mapped)),
+                pieces=pieces,
                 tail_ids=tail_ids,
                 block_size=collection.row.block_size,
                 policy=chosen.policy,
@@ -92,6 +97,13 @@ class Answering:
         earlier = conversation.chunks
         question = _Question(request, chosen, mapped, started, retrieve_ms, submitted_ms, earlier)
         return QueryStream(question, generation)
+
+    def _prefetch(self, collection: OpenCollection, policy: ReusePolicy, pieces: Sequence[Piece]) -> None:
+        """Starts to load what the policy will map, before the prompt is laid out and queued."""
+        chunks = [piece for piece in pieces if isinstance(piece, ChunkRef)]
+        mapped = chunks if policy.maps_other_contexts else chunks[:1]
+        refs = (collection.prefix, *mapped)
+        self._parts.engine.prefetch(refs, collection.kv, block_size=collection.row.block_size)
 
     def _auto(self, collection: OpenCollection, chunks: Sequence[ChunkRow]) -> ChosenPolicy:
         """What was measured decides."""

@@ -74,3 +74,17 @@ def test_what_is_fresh(policy: ReusePolicy, fresh: list[list[int]]) -> None:
 )
 def test_a_look_names_its_layers(layers: tuple[float, float], num_layers: int, indices: range) -> None:
     assert LookRequest(layers).layer_indices(num_layers) == indices
+
+
+@pytest.mark.parametrize("name", [name.partition(":")[0] for name in policy_names()])
+def test_a_policy_that_maps_nothing_of_other_contexts_says_so(name: str) -> None:
+    policy = parse_policy(name)
+    exact, *others = CHUNKS
+    maps = policy.look is not None or any(
+        len(fresh) < chunk.num_blocks
+        for chunk, fresh in zip(CHUNKS, policy.fresh_blocks(CHUNKS), strict=True)
+        if chunk in others
+    )
+    assert policy.maps_other_contexts == maps
+    if policy.look is None:
+        assert policy.fresh_blocks([exact]) == [[]]

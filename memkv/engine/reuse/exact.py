@@ -12,6 +12,10 @@ from memkv.engine.reuse.policy import BlockMass, MappedChunk, PolicyForm, ReuseP
 class Exact(ReusePolicy):
     name: str = "exact"
 
+    @property
+    def maps_other_contexts(self) -> bool:
+        return False
+
     def fresh_blocks(self, mapped: Sequence[MappedChunk], look: BlockMass | None = None) -> list[list[int]]:
         return [[] if chunk.context_exact else list(range(chunk.num_blocks)) for chunk in mapped]
 

@@ -16,6 +16,10 @@ class Order(ReusePolicy):
     def reorders(self) -> bool:
         return True
 
+    @property
+    def maps_other_contexts(self) -> bool:
+        return False
+
     def fresh_blocks(self, mapped: Sequence[MappedChunk], look: BlockMass | None = None) -> list[list[int]]:
         return [[] if chunk.context_exact else list(range(chunk.num_blocks)) for chunk in mapped]
 

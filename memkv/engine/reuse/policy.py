@@ -65,6 +65,11 @@ class ReusePolicy(Protocol):
         """Whether chunks may be put in the order that earlier requests' prompts had."""
         return False
 
+    @property
+    def maps_other_contexts(self) -> bool:
+        """Whether it may map anything of a chunk whose context differs."""
+        return True
+
     def max_fresh_blocks(self, mapped: Sequence[MappedChunk]) -> int:
         """No look can make it choose more blocks than that."""
         return sum(map(len, self.fresh_blocks(mapped)))
