@@ -23,7 +23,7 @@ _PARTIAL = 3
 @embedded_options
 @output_options
 def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out: Output) -> None:
-    """Write collections to a new FILE: a tar of their settings and texts that another memkv imports.
+    """Write collections to a new FILE: a tar of their settings, texts and vectors.
 
     Needs the store for itself: stop a server that runs on it.
     """
@@ -39,6 +39,7 @@ def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out:
             ("archive", f"{done.path} ({bytes_text(done.bytes)})"),
             ("collections", ", ".join(done.collections)),
             ("documents", done.documents),
+            ("vectors", done.vectors),
             ("block files", done.kv_files),
         ],
     )
@@ -58,7 +59,8 @@ def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out:
 def import_command(
     ctx: click.Context, archive: Path, kv: bool, dry_run: bool, target: Target, out: Output
 ) -> None:
-    """Ingest the collections of an archive. Nothing in it is trusted: texts are cut and embedded here.
+    """Ingest the collections of an archive. Nothing in it is trusted: texts are cut here, and embedded
+    unless the same embedder made its vectors and samples prove it.
 
     Needs the store for itself. Exit code 3 where some documents failed.
     """
@@ -78,6 +80,7 @@ def import_command(
         [
             ("would import" if dry_run else "imported", ", ".join(done.collections) or "nothing"),
             ("documents", f"{done.documents}{f' ({done.failed} failed)' if done.failed else ''}"),
+            ("vectors taken", done.vectors_taken),
             ("kv taken", counted(done.kv_taken, "block file")),
         ],
     )

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 from memkv.engine.residency import ChunkRef
 from memkv.errors import MemKVError
 from memkv.kv.fingerprint import token_digest
+from memkv.memory.archived_vectors import ArchivedVectors
 from memkv.memory.collections import Collections, OpenCollection
 from memkv.memory.parts import Parts
-from memkv.memory.transfer import Tell, archived_collections, archived_documents, is_finite
+from memkv.memory.transfer import (
+    ArchivedDocument,
+    Tell,
+    archived_collections,
+    archived_documents,
+    is_finite,
+)
 from memkv.store.archive import ArchiveReader
 from memkv.store.block_file import BlockFileIdentity, decode_block_file, parse_file_name, token_digest_of
 from memkv.store.durable_files import Damage
@@ -34,12 +41,13 @@ class Imported:
 
     Attributes:
         failed: documents that could not be made ready; `memkv documents list --status failed` says why.
-        kv_taken: block files that came from the archive.
+        vectors_taken, kv_taken: vectors and block files that came from the archive.
     """
 
     collections: list[str]
     documents: int = 0
     failed: int = 0
+    vectors_taken: int = 0
     kv_taken: int = 0
     dry_run: bool = False
 
@@ -65,24 +73,24 @@ def import_archive(
         done = Imported([settings.name for settings in wanted], dry_run=dry_run)
         kv = _by_tokens(archive) if with_kv else {}
         for number, settings in enumerate(wanted):
-            documents = (
-                DocumentCreate(
-                    text=found.text, external_id=found.external_id, title=found.title, metadata=found.metadata
-                )
-                for found in archived_documents(archive, number)
-            )
+            documents = archived_documents(archive, number)
             if dry_run:
                 done.documents += sum(1 for _ in documents)
                 continue
             memory.create_collection(settings, exist_ok=True)
             opened = collections.by_name(DEFAULT_TENANT, settings.name)
+            vectors = ArchivedVectors(archive, number, parts.embedder)
             done.kv_taken += _take_kv(opened, archive, kv, [opened.prefix])
             for batch in _batches(documents):
                 refs = [ref for document in batch for ref in _refs(parts, opened, document)] if kv else []
                 done.kv_taken += _take_kv(opened, archive, kv, refs)
-                accepted = memory.ingest(settings.name, batch)
+                known = vectors.take(batch)
+                parts.known_vectors.update(known)
+                accepted = memory.ingest(settings.name, [_created(document) for document in batch])
                 if accepted.job is not None:
                     memory.wait_job(accepted.job.id, None)
+                    done.vectors_taken += len(known) - len(parts.known_vectors)
+                parts.known_vectors.clear()
                 done.documents += len(batch)
                 ids = [document.id for document in accepted.documents]
                 done.failed += sum(memory.get_document(settings.name, i).status != "ready" for i in ids)
@@ -122,7 +130,7 @@ def _take_kv(
     return taken
 
 
-def _refs(parts: Parts, opened: OpenCollection, document: DocumentCreate) -> list[ChunkRef]:
+def _refs(parts: Parts, opened: OpenCollection, document: ArchivedDocument) -> list[ChunkRef]:
     """The chunks that the ingest will cut; none of a text that it will refuse."""
     try:
         source = accept_text(document.text, max_bytes=parts.config.ingest.max_document_bytes)
@@ -132,6 +140,12 @@ def _refs(parts: Parts, opened: OpenCollection, document: DocumentCreate) -> lis
     return [opened.ref(opened.key(chunk.token_ids), chunk.token_ids) for chunk in cut]
 
 
-def _batches(documents: Iterator[DocumentCreate]) -> Iterator[list[DocumentCreate]]:
+def _created(found: ArchivedDocument) -> DocumentCreate:
+    return DocumentCreate(
+        text=found.text, external_id=found.external_id, title=found.title, metadata=found.metadata
+    )
+
+
+def _batches(documents: Iterator[ArchivedDocument]) -> Iterator[list[ArchivedDocument]]:
     while batch := list(islice(documents, _BATCH)):
         yield batch

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from memkv.config import Config
 from memkv.engine.engine import Engine
@@ -24,6 +26,10 @@ from memkv.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """Attributes:
+    known_vectors: of texts about to be ingested, by text; each is taken out when it is used.
+    """
+
     config: Config
     store: Store
     model: LoadedModel
@@ -31,6 +37,7 @@ class Parts:
     cutter: Cutter
     embedder: Embedder
     engine: Engine | Engines
+    known_vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, config: Config, on_progress: Callable[[str], None]) -> Parts:

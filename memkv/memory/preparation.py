@@ -232,7 +232,9 @@ class Preparation:
     def _embed(self, works: Sequence[Work]) -> Vectors:
         self._run.tell("embedding")
         texts = list(dict.fromkeys(chunk.text for work in works for chunk in work.chunks))
-        vectors: Vectors = {}
+        known = self._parts.known_vectors
+        vectors: Vectors = {text: known.pop(text) for text in texts if text in known}
+        texts = [text for text in texts if text not in vectors]
         for first in range(0, len(texts), _EMBED_TEXTS):
             self._stop_if_asked()
             batch = texts[first : first + _EMBED_TEXTS]

@@ -1,9 +1,10 @@
 """Collections out of a store and into another one.
 
-An archive is trusted in nothing: its texts go through the whole ingest, and are cut, tokenised and embedded
-here. KV is taken from it only where that is asked for, and only for the very tokens that its texts gave here,
-behind the same prefix, of the same fingerprint; that its values are the model's own is on the asker's word,
-and `memkv store verify --deep` checks it.
+An archive is trusted in nothing: its texts go through the whole ingest, and are cut and tokenised here. Their
+vectors are taken where the same embedder made them (archived_vectors.py). KV is taken from it only where that
+is asked for, and only for the very tokens that its texts gave here, behind the same prefix, of the same
+fingerprint; that its values are the model's own is on the asker's word, and `memkv store verify --deep`
+checks it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class ArchivedDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     external_id: str | None = None  # none where its id was memkv's own
     title: str = ""
     metadata: Metadata = {}
+    chunks: list[tuple[int, int]] = []  # spans of `text` that the archive has vectors of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Exported:
     path: str
     collections: list[str]
     documents: int
+    vectors: int
     kv_files: int
     bytes: int
 
@@ -60,14 +63,15 @@ def export_collections(
         CollectionNotFound, ConfigError, InsufficientStorageError: nothing is left at `path`.
     """
     rows = _chosen(store, names)
-    documents = files = 0
+    documents = vectors = files = 0
     with ArchiveWriter(path) as archive:
         archive.add("manifest.json", msgspec.json.encode(_manifest(store, rows)))
         for number, row in enumerate(rows):
-            documents += _write_documents(store, archive, number, row, tell)
+            written = _write_documents(store, archive, number, row, tell)
+            documents, vectors = documents + written[0], vectors + written[1]
         if with_kv:
             files = _write_kv(store, archive, rows)
-    return Exported(str(path), [row.name for row in rows], documents, files, path.stat().st_size)
+    return Exported(str(path), [row.name for row in rows], documents, vectors, files, path.stat().st_size)
 
 
 def archived_collections(archive: ArchiveReader) -> list[CollectionCreate]:
@@ -90,6 +94,11 @@ def archived_documents(archive: ArchiveReader, number: int) -> Iterator[Archived
                 f"the archive is refused: document {at} of collection {number + 1}: {error}",
                 hint="export it again: memkv store export FILE",
             ) from error
+
+
+def vectors_member(number: int) -> str:
+    """The name of a collection's vectors."""
+    return f"vectors/{number:04d}.f32"
 
 
 def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
@@ -129,29 +138,41 @@ def _manifest(store: Store, rows: Sequence[CollectionRow]) -> dict[str, Any]:
             }
             for row in rows
         ],
+        "embedders": [row.embedder_digest for row in rows],
     }
 
 
 def _write_documents(
     store: Store, archive: ArchiveWriter, number: int, row: CollectionRow, tell: Tell
-) -> int:
-    count = 0
-    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
+) -> tuple[int, int]:
+    """Returns how many documents and how many vectors."""
+    documents = vectors = 0
+    with (
+        tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool,
+        tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as vector_spool,
+    ):
         for document in _documents(store, row):
             _, text = store.catalog.document_text(row.tenant, document.id)
+            spans: list[tuple[int, int]] = []
+            if document.status == "ready":  # else its chunks are those of an earlier text
+                spans, rows = store.catalog.document_vectors(row.tenant, document.id)
+                vector_spool.write(rows.astype("<f4", copy=False).tobytes())
             archived = ArchivedDocument(
                 text=text,
                 external_id=None if document.external_id == document.id else document.external_id,
                 title=document.title,
                 metadata=dict(document.metadata),  # type: ignore[arg-type]  # as it was accepted
+                chunks=spans,
             )
             spool.write(msgspec.json.encode(archived) + b"\n")
-            count += 1
-            tell(row.name, count)
-        size = spool.tell()
-        spool.seek(0)
-        archive.add_file(_member(number), spool, size)
-    return count
+            documents += 1
+            vectors += len(spans)
+            tell(row.name, documents)
+        for name, written in ((_member(number), spool), (vectors_member(number), vector_spool)):
+            size = written.tell()
+            written.seek(0)
+            archive.add_file(name, written, size)
+    return documents, vectors
 
 
 def _documents(store: Store, row: CollectionRow) -> Iterator[DocumentRow]:

@@ -2,6 +2,7 @@
 
     manifest.json             format, who wrote it when, the settings of each collection
     collections/0000.jsonl    its documents, one JSON object a line
+    vectors/0000.f32          the vectors of their chunks, in order: float32, little-endian
     kv/<input key>.<digest>.kv    block files, where they were asked for
     digests.json              xxh3-128 of every member before it
 
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import xxhash
 
@@ -34,7 +35,7 @@ MAX_LINE_BYTES = 1 << 30
 
 _MANIFEST, _DIGESTS = "manifest.json", "digests.json"
 _NAME = re.compile(
-    r"^(manifest\.json|digests\.json|collections/[0-9]{4}\.jsonl|kv/[0-9a-f]{64}\.[0-9a-f]{32}\.kv)\Z"
+    r"^(manifest\.json|digests\.json|collections/[0-9]{4}\.jsonl|vectors/[0-9]{4}\.f32|kv/[0-9a-f]{64}\.[0-9a-f]{32}\.kv)\Z"
 )
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _PIECE = 1 << 20
@@ -137,19 +138,23 @@ class ArchiveReader:
             raise _refused(f"{name} is missing")
         if member.size > limit:
             raise _refused(f"{name} has {member.size} bytes, more than {limit}")
-        data: bytes = self._open(member).read()
-        return data
+        return self.open(name).read()
 
     def head(self, name: str, size: int) -> bytes:
         """The first bytes of a member."""
-        data: bytes = self._open(self._members[name]).read(size)
-        return data
+        return self.open(name).read(size)
+
+    def open(self, name: str) -> IO[bytes]:
+        """A member, to be read from its beginning. Raises BadRequestError for one that is not there."""
+        if name not in self._members:
+            raise _refused(f"{name} is missing")
+        source = self._tar.extractfile(self._members[name])
+        assert source is not None, "bug: only plain files were let in"
+        return source
 
     def lines(self, name: str) -> Iterator[bytes]:
         """The lines of a member."""
-        if name not in self._members:
-            raise _refused(f"{name} is missing")
-        source = io.BufferedReader(self._open(self._members[name]))
+        source = self.open(name)
         while line := source.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
                 raise _refused(f"{name} has a line of more than {MAX_LINE_BYTES} bytes")
@@ -189,16 +194,11 @@ class ArchiveReader:
         if not isinstance(digests, dict) or {*digests, _DIGESTS} != set(self._members):
             raise _refused("its members are not those that were written")
         for name, wanted in digests.items():
-            reader = _Digesting(self._open(self._members[name]))
+            reader = _Digesting(self.open(name))
             while reader.read(_PIECE):
                 pass
             if reader.digest.hexdigest() != wanted:
                 raise _refused(f"the bytes of {name} are not those that were written")
-
-    def _open(self, member: tarfile.TarInfo) -> Any:
-        source = self._tar.extractfile(member)
-        assert source is not None, "bug: only plain files were let in"
-        return source
 
 
 class _Digesting:

@@ -95,6 +95,20 @@ class ChunkStatements:
             rows = connection.execute(statement.order_by(Chunk.ordinal)).all()
         return [ChunkRow(*tuple(row)) for row in rows]
 
+    def document_vectors(
+        self, tenant: str, document_id: str
+    ) -> tuple[list[tuple[int, int]], NDArray[np.float32]]:
+        """Of a document's chunks, in order: their spans in its text, and their vectors [chunks, dim]."""
+        statement = select(Chunk.span_start, Chunk.span_end, Chunk.embedding)
+        with self._database.read() as connection:
+            rows = connection.execute(
+                statement.where(Chunk.tenant == tenant, Chunk.document_id == document_id).order_by(
+                    Chunk.ordinal
+                )
+            ).all()
+        vectors = [np.frombuffer(row.embedding, dtype=VECTOR_TYPE) for row in rows]
+        return [(row.span_start, row.span_end) for row in rows], np.array(vectors, dtype=np.float32)
+
     def collection_state(self, tenant: str, collection_id: str) -> tuple[int, bytes] | None:
         """Generation and stamp; None where the collection is gone."""
         with self._database.read() as connection:

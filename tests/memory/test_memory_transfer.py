@@ -57,7 +57,7 @@ def test_a_collection_moves_to_another_store(open_memory: OpenMemory, tmp_path: 
     done = memory.export(tmp_path / "a.tar", with_kv=with_kv)
     chunks = memory.get_collection("c").counts.chunks
     assert (done.documents, done.collections) == (2, ["c"])
-    assert done.kv_files == (chunks + 1 if with_kv else 0)
+    assert (done.vectors, done.kv_files) == (chunks, chunks + 1 if with_kv else 0)
     there = other(open_memory, tmp_path)
     plan = there.import_archive(tmp_path / "a.tar", dry_run=True)
     assert (plan.documents, plan.collections) == (2, ["c"])
@@ -100,7 +100,8 @@ def test_kv_that_is_no_number_or_of_other_tokens_is_not_taken(
     memory.export(tmp_path / "a.tar", with_kv=True)
     with ArchiveReader(tmp_path / "a.tar") as archive, ArchiveWriter(tmp_path / "b.tar") as crafted:
         crafted.add("manifest.json", json.dumps(archive.manifest).encode())
-        crafted.add("collections/0000.jsonl", archive.read("collections/0000.jsonl"))
+        for name in ("collections/0000.jsonl", "vectors/0000.f32"):
+            crafted.add(name, archive.read(name))
         for name in archive.names("kv/"):
             data = bytearray(archive.read(name))
             data[-2:] = b"\x80\x7f"  # infinity
@@ -114,6 +115,104 @@ def test_kv_that_is_no_number_or_of_other_tokens_is_not_taken(
     assert not is_finite(infinite.tobytes(), "float32")
     assert is_finite(nothing.tobytes(), "bfloat16")
     assert not is_finite(b"\0\0\xc0\xff", "bfloat16")
+
+
+def test_vectors_are_taken_and_not_computed_again(
+    open_memory: OpenMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is, to see whether they are the embedder's."""
+    memory = filled(open_memory())
+    chunks = memory.export(tmp_path / "a.tar").vectors
+    there = other(open_memory, tmp_path)
+    embedded = counted_texts(there, monkeypatch)
+    came = there.import_archive(tmp_path / "a.tar")
+    assert (came.failed, came.vectors_taken) == (0, chunks)
+    assert len(embedded) == 1
+    assert np.array_equal(vectors_in(there), vectors_in(memory)), "not the very same bits"
+    assert there.import_archive(tmp_path / "a.tar").vectors_taken == 0, "nothing is to be done"
+
+
+@pytest.mark.parametrize("damage", ["other embedder", "not finite", "not unit", "of other texts"])
+def test_vectors_that_are_not_the_embedders_are_computed_here(
+    open_memory: OpenMemory, tmp_path: Path, damage: str
+) -> None:
+    memory = filled(open_memory())
+    memory.export(tmp_path / "a.tar")
+
+    def crafted(manifest: dict[str, object], vectors: np.ndarray) -> np.ndarray:
+        if damage == "other embedder":
+            manifest["embedders"] = ["00" * 32]
+        if damage == "not finite":
+            vectors[:, 0] = np.inf
+        if damage == "not unit":
+            vectors *= 1.1
+        return -vectors if damage == "of other texts" else vectors
+
+    craft(tmp_path, crafted)
+    there = other(open_memory, tmp_path)
+    came = there.import_archive(tmp_path / "b.tar")
+    assert (came.failed, came.vectors_taken) == (0, 0)
+    assert np.allclose(vectors_in(there), vectors_in(memory), atol=1e-5)
+
+
+def test_an_archive_with_too_few_vectors_is_refused(open_memory: OpenMemory, tmp_path: Path) -> None:
+    filled(open_memory()).export(tmp_path / "a.tar")
+    craft(tmp_path, lambda manifest, vectors: vectors[:-1])
+    with pytest.raises(BadRequestError, match="fewer vectors"):
+        other(open_memory, tmp_path).import_archive(tmp_path / "b.tar")
+
+
+def test_an_archive_whose_embedders_are_no_names_is_refused(open_memory: OpenMemory, tmp_path: Path) -> None:
+    filled(open_memory()).export(tmp_path / "a.tar")
+
+    def numbers(manifest: dict[str, object], vectors: np.ndarray) -> np.ndarray:
+        manifest["embedders"] = [7]
+        return vectors
+
+    craft(tmp_path, numbers)
+    with pytest.raises(BadRequestError, match="refused"):
+        other(open_memory, tmp_path).import_archive(tmp_path / "b.tar")
+
+
+def test_a_document_that_is_not_ready_brings_no_vectors(open_memory: OpenMemory, tmp_path: Path) -> None:
+    """Its chunks are those of an earlier text."""
+    memory = filled(open_memory())
+    memory._ingestion.stop()
+    memory.ingest("c", [DocumentCreate(text=text("another one"), external_id="one")])
+    chunks = memory.get_collection("c").counts.chunks
+    assert 0 < memory.export(tmp_path / "a.tar").vectors < chunks
+    came = other(open_memory, tmp_path).import_archive(tmp_path / "a.tar")
+    assert came.failed == 0
+
+
+def craft(tmp_path: Path, change: Callable[[dict[str, object], np.ndarray], np.ndarray]) -> None:
+    """b.tar: a.tar with another manifest and other vectors."""
+    with ArchiveReader(tmp_path / "a.tar") as archive, ArchiveWriter(tmp_path / "b.tar") as crafted:
+        vectors = np.frombuffer(archive.read("vectors/0000.f32"), dtype="<f4").reshape(-1, 384).copy()
+        manifest = dict(archive.manifest)
+        vectors = change(manifest, vectors)
+        crafted.add("manifest.json", json.dumps(manifest).encode())
+        crafted.add("collections/0000.jsonl", archive.read("collections/0000.jsonl"))
+        crafted.add("vectors/0000.f32", vectors.tobytes())
+
+
+def counted_texts(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is embedded from now on."""
+    seen: list[str] = []
+    embed = memory._parts.embedder.embed
+
+    def counting(texts: list[str]) -> np.ndarray:
+        seen.extend(texts)
+        return embed(texts)
+
+    monkeypatch.setattr(memory._parts.embedder, "embed", counting)
+    return seen
+
+
+def vectors_in(memory: Memory) -> np.ndarray:
+    """Of the chunks of document `one`, in order."""
+    document = memory.get_document("c", "one")
+    return memory._store.catalog.document_vectors("default", document.id)[1]
 
 
 @pytest.mark.parametrize(
