@@ -5,6 +5,8 @@ reserved ──host pool──► in place ────────────�
    │        └─ nothing there ──► healed: computed, written back ├──► ready: whoever waits goes on
    └──────── wanted by a job ──► computed ─────────────────────┘
 
+What is computed comes to the host to be kept, and goes into the host pool from there: what the device evicts
+later need not come from disk. What a job computes takes no more than free room there, until it is asked for.
 What is prefetched is read before anybody waits for it: into blocks while nobody waits for blocks, otherwise
 into the host pool.
 """
@@ -75,7 +77,7 @@ class Arrivals:
         self._prefetched: dict[ResidentChunk, Pin] = {}  # until they are read
         self._exports: deque[tuple[list[ChunkFill], list[Pin], Export]] = deque()
         self._forgotten: set[str] = set()  # while they were fetched
-        self._fetching: dict[str, list[Callable[[], None]]] = {}  # to the host pool; what follows
+        self._fetching: dict[str, list[Callable[[], None]]] = {}  # into the host pool; what follows
         self._copying: deque[tuple[Stopwatch, HostChunk, bool]] = (
             deque()
         )  # to the device; whether to forget it
@@ -139,6 +141,8 @@ class Arrivals:
         kv = export.chunk(index)
         if fill.write_to is not None:
             self._loader.write(chunk.ref, fill.write_to, kv)
+        if not chunk.dropped:
+            self._keep_on_host(chunk.ref, kv, asked_for=fill.write_to is not None)
         self._ready(chunk, kv)
 
     def give_up_late_reads(self, now: float) -> None:
@@ -203,9 +207,22 @@ class Arrivals:
 
         self._loader.read(ref, source, done)
 
-    def _fetched(self, ref: ChunkRef, held: HostChunk | None) -> None:
+    def _keep_on_host(self, ref: ChunkRef, kv: ChunkKV, *, asked_for: bool) -> None:
+        """Puts a chunk that was computed into the host pool."""
+        if not self._host_pool.wants(ref, evict=asked_for) or ref.input_key in self._fetching:
+            return
+        self._fetching[ref.input_key] = []
+
+        def put() -> None:
+            held = self._host_pool.put(ref, kv, evict=asked_for)
+            with suppress(EngineClosed):
+                self._agenda.post(Work(partial(self._fetched, ref, held, cold=not asked_for), lambda: ()))
+
+        self._loader.run(put)
+
+    def _fetched(self, ref: ChunkRef, held: HostChunk | None, *, cold: bool = False) -> None:
         if held is not None:
-            self._host_pool.let_go(held, forget=ref.input_key in self._forgotten)
+            self._host_pool.let_go(held, forget=ref.input_key in self._forgotten, cold=cold)
         self._forgotten.discard(ref.input_key)
         for read in self._fetching.pop(ref.input_key):
             read()

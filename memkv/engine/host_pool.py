@@ -1,7 +1,7 @@
 """Verified chunks in host memory, between the disk and a device that has memory of its own.
 
-    loader's thread     source.read (verified) ──► put ──┐
-    engine's thread     find ─────────────────────────── ┴──► held ──► copied to the device ──► let go
+    loader's thread     read and verified, or computed ──► put ──┐
+    engine's thread     find ─────────────────────────────────────┴──► held ──► copied to the device ──► let go
 
 Room is made by eviction, never beyond the budget; what somebody holds stays.
 """
@@ -71,12 +71,11 @@ class HostPool:
         self._idle: EvictionOrder[HostChunk] = EvictionOrder()
         self._num_held = 0
 
-    def wants(self, ref: ChunkRef) -> bool:
-        """Whether a chunk is not here and could be."""
+    def wants(self, ref: ChunkRef, *, evict: bool = True) -> bool:
+        """Whether a chunk is not here and could be. `evict`: others may go for it."""
         with self._lock:
             num_blocks = self.layout.blocks_for(ref.num_tokens)
-            has_room = self._pool is not None and num_blocks <= self._pool.num_blocks - self._num_held
-            return has_room and ref.input_key not in self._chunks
+            return self._has_room(num_blocks, evict) and ref.input_key not in self._chunks
 
     def find(self, ref: ChunkRef) -> HostChunk | None:
         """A chunk that is here, held. One of the same key and other tokens is not the one."""
@@ -87,8 +86,8 @@ class HostPool:
             self._hold(chunk)
             return chunk
 
-    def put(self, ref: ChunkRef, kv: ChunkKV) -> HostChunk | None:
-        """Copies a verified chunk in and holds it.
+    def put(self, ref: ChunkRef, kv: ChunkKV, *, evict: bool = True) -> HostChunk | None:
+        """Copies a verified chunk in and holds it. `evict`: others may go for it.
 
         Returns:
             None where it has no room, is here already, or has another shape than its ref.
@@ -96,8 +95,9 @@ class HostPool:
         if kv.layout != self.layout or kv.num_tokens != ref.num_tokens:
             return None
         with self._lock:
-            if ref.input_key in self._chunks or not self._make_room(kv.num_blocks):
+            if ref.input_key in self._chunks or not self._has_room(kv.num_blocks, evict):
                 return None
+            self._make_room(kv.num_blocks)
             assert self._pool is not None
             chunk = HostChunk(ref, self._pool.allocate(kv.num_blocks))
             self._hold(chunk)  # found by nobody before its bytes are here
@@ -109,8 +109,13 @@ class HostPool:
                 self._chunks[ref.input_key] = chunk
         return chunk
 
-    def let_go(self, chunk: HostChunk, *, forget: bool = False) -> None:
-        """Undoes one `find` or `put`. `forget`: nobody finds it any more."""
+    def let_go(self, chunk: HostChunk, *, forget: bool = False, cold: bool = False) -> None:
+        """Undoes one `find` or `put`.
+
+        Args:
+            forget: nobody finds it any more.
+            cold: nobody asked for it so far; what becomes idle is the first to be evicted.
+        """
         with self._lock:
             if forget and not chunk.dropped:
                 del self._chunks[chunk.ref.input_key]
@@ -122,7 +127,7 @@ class HostPool:
             if chunk.dropped:
                 self._free(chunk)
             else:
-                self._idle.add(chunk, chunk.worth)
+                self._idle.add(chunk, 0.0 if cold else chunk.worth)
 
     def drop(self, input_keys: set[str]) -> None:
         """Forgets chunks: whoever holds one keeps it, nobody finds it any more."""
@@ -160,14 +165,17 @@ class HostPool:
         chunk.holds += 1
         chunk.uses += 1
 
-    def _make_room(self, num_blocks: int) -> bool:
-        if self._pool is None or num_blocks > self._pool.num_blocks - self._num_held:
+    def _has_room(self, num_blocks: int, evict: bool) -> bool:
+        if self._pool is None:
             return False
+        return num_blocks <= (self._pool.num_blocks - self._num_held if evict else self._pool.num_free)
+
+    def _make_room(self, num_blocks: int) -> None:
+        assert self._pool is not None
         while self._pool.num_free < num_blocks:
             chunk = self._idle.pop()
             del self._chunks[chunk.ref.input_key]
             self._free(chunk)
-        return True
 
     def _free(self, chunk: HostChunk) -> None:
         assert self._pool is not None

@@ -52,6 +52,10 @@ class Loader:
 
         self._work.put(work)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Does something else that takes too long for the engine's thread; it must not raise."""
+        self._work.put(work)
+
     def close(self) -> None:
         """Finishes what is queued, unless it takes too long."""
         for _ in self._threads:

@@ -53,6 +53,12 @@ class ReadsByHand:
         else:
             work()
 
+    def run(self, work: Callable[[], None]) -> None:
+        if self.hold:
+            self.pending.append(("", work))
+        else:
+            work()
+
     def come_back(self, *keys: str) -> None:
         """Lets the pending reads of these chunks come back, or all of them; later ones do at once."""
         self.hold = bool(keys)

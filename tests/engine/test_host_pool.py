@@ -171,6 +171,79 @@ def test_without_host_memory_it_is_read_again() -> None:
     assert driver.source.reads.count("chunk 0") == 2
 
 
+def computed(driver: Driver, *chunks: ChunkRef) -> None:
+    """By a job, as an ingest has them computed; nothing keeps them on disk."""
+    driver.submit_job(*chunks)
+    driver.run()
+    for chunk in chunks:
+        driver.source.kept.pop(chunk.input_key, None)
+
+
+def test_what_a_job_computed_comes_back_from_host_memory(driver: Driver) -> None:
+    chunks = chunks_of(driver)
+    computed(driver, *chunks)
+    assert sum(driver.lane.residency.knows(chunk) for chunk in chunks) == 1, "blocks for one alone"
+    for chunk in chunks:
+        driver.finish(driver.submit(chunk))
+    assert driver.source.reads == ["prefix"]
+    assert driver.lane.stats().healed_chunks == 0
+    driver.assert_idle()
+
+
+def test_what_was_healed_comes_back_from_host_memory(driver: Driver) -> None:
+    first, second, _ = chunks_of(driver)
+    del driver.source.kept[first.input_key]
+    driver.finish(driver.submit(first))
+    del driver.source.kept[first.input_key]  # it was written back
+    for chunk in (second, first):
+        driver.finish(driver.submit(chunk))
+    assert driver.source.reads.count(first.input_key) == 1
+    assert driver.lane.stats().healed_chunks == 1
+
+
+def test_what_a_job_computes_takes_only_free_room_and_goes_first() -> None:
+    driver = Driver(num_blocks=9, host_bytes=14 * BLOCK)  # of two chunks beside the prefix
+    first, second, third = chunks_of(driver)
+    driver.store(first, second, third)
+    computed(driver, second, third)
+    host = driver.lane.host_pool
+    assert [host.wants(chunk, evict=False) for chunk in (second, third)] == [False, False]
+    driver.finish(driver.submit(first))  # takes the place of one that nobody asked for
+    found = [host.find(chunk) for chunk in (first, second, third)]
+    assert [each is not None for each in found] == [True, False, True]
+    for each in found:
+        if each is not None:
+            host.let_go(each)
+    computed(driver, second)
+    assert host.find(second) is None, "what was asked for had to go for it"
+
+
+def test_what_is_dropped_on_its_way_from_the_device_leaves_nothing(driver: Driver) -> None:
+    first = chunks_of(driver)[0]
+    driver.finish(driver.submit())  # the prefix is there
+    driver.loader.hold = True
+    driver.submit_job(first)
+    driver.run()
+    driver.lane.drop([first.input_key])
+    driver.loader.come_back()
+    driver.run()
+    assert driver.lane.host_pool.find(first) is None
+    driver.assert_idle()
+
+
+def test_who_asks_for_it_on_its_way_from_the_device_waits_for_it(driver: Driver) -> None:
+    first = chunks_of(driver)[0]
+    driver.finish(driver.submit())
+    driver.loader.hold = True
+    computed(driver, first)
+    driver.lane.residency.drop([first.input_key])  # as an eviction does
+    asked = driver.submit(first)
+    driver.settle()
+    driver.loader.come_back()
+    driver.finish(asked)
+    assert driver.source.reads == ["prefix"]
+
+
 def test_what_is_dropped_leaves_host_memory_too(driver: Driver) -> None:
     first, second, _ = chunks_of(driver)
     driver.finish(driver.submit(first))
