@@ -66,7 +66,9 @@ class EngineConfig:
     max_running: int = 64
     queue_seconds: float = 30.0  # how long a request may wait for blocks
     threads: int = 0  # 0: calibrated
+    compile: bool = True  # on a GPU: the model's layers, by torch, in some ten seconds at the first start
     continuation_share: float = 0.25  # of the pool, at most, for what ended answers leave to later ones
+    warm_share: float = 0.25  # of the pool, for what was mapped most, when a memory is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ _AT_LEAST = {
     "engine.queue_seconds": 0,
     "engine.threads": 0,
     "engine.continuation_share": 0,
+    "engine.warm_share": 0,
     "ingest.chunk_tokens": 16,
     "ingest.batch_chunks": 1,
     "ingest.max_document_bytes": 1,
@@ -139,7 +142,7 @@ _AT_LEAST = {
     "query.max_tokens": 1,
     "query.gate_questions": 1,
 }
-_AT_MOST = {"engine.continuation_share": 1}
+_AT_MOST = {"engine.continuation_share": 1, "engine.warm_share": 1}
 _FORMS = {  # how to write a value of a type; True: it is a size in bytes
     (bool, False): "true or false",
     (int, False): "a whole number, such as 4",

@@ -19,6 +19,7 @@ from memkv.bench.bandwidth import last_level_cache_bytes, machine_read_gbs
 from memkv.engine.residency import ChunkRef
 from memkv.kernels import cuda
 from memkv.model.attention import ATTENTION_NAME
+from memkv.model.compilation import uncompiled
 from memkv.model.loader import LoadedModel
 
 _GPU_BYTES = 4 << 30
@@ -32,7 +33,7 @@ class Transformers:
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        self._module, self._spec = model.module, model.spec
+        self._model, self._module, self._spec = model, model.module, model.spec
         self._device = torch.device(model.device)
         module: Any = self._module
         embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
@@ -97,7 +98,8 @@ class Transformers:
     def _own_attention(self) -> Iterator[None]:
         self._module.set_attn_implementation("sdpa")
         try:
-            yield
+            with uncompiled(self._model):
+                yield
         finally:
             self._module.set_attn_implementation(ATTENTION_NAME)
 

@@ -50,8 +50,7 @@ class BatchLook:
     """Entries of the packed block tables whose attention mass is wanted: all those of one group of rows."""
 
     request: LookRequest
-    first_entry: int
-    num_entries: int
+    entries: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Batch:
                     num_entries += len(tables[-1].entries)
             if part.look is not None and part.look_rows:
                 own = len(tables[-1].entries)
-                looks.append(BatchLook(part.look, num_entries - own, own))
+                looks.append(BatchLook(part.look, slice(num_entries - own, num_entries)))
             num_rows += part.count
             logit_rows.extend(range(num_rows - part.num_logits, num_rows))
         return cls(np.concatenate(ids), groups, np.concatenate(slots), tables, logit_rows, looks)

@@ -12,6 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
+import torch
+
 from memkv.config import EngineConfig
 from memkv.engine.device_thread import DeviceThread
 from memkv.engine.generation import Generation
@@ -27,6 +29,7 @@ from memkv.engine.stats import EngineStats
 from memkv.errors import ConfigError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
+from memkv.model.compilation import compile_layers
 from memkv.model.loader import LoadedModel
 
 _KV_DTYPES = ("float32", "bfloat16")  # what the kernels read
@@ -58,6 +61,8 @@ class Engine:
         self._model = model
         self._kv_dtype = kv_dtype
         self._config = config
+        if config.compile and torch.device(model.device).type == "cuda":
+            compile_layers(model)
         row_width = model.spec.num_heads * model.spec.head_dim
         self._thread = DeviceThread(ModelRunner(model), config, row_width, poison=poison)
 
@@ -176,6 +181,14 @@ class Engine:
             self._thread.with_lane, self.layout(block_size), lambda lane: lane.prefetch(wanted, source)
         )
         self._thread.post(use)
+
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do, not even to read what was prefetched. Raises `EngineClosed`.
+
+        Asked between two steps, behind all that was asked of it before.
+        """
+        lanes = self._thread.lanes
+        return self._thread.run(lambda: all(lane.is_idle for lane in lanes.values()))
 
     @property
     def max_running(self) -> int:

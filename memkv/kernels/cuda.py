@@ -162,6 +162,12 @@ def paged_attention(
     return AttentionResult(out, all_lse if lse else None, mass)
 
 
+def worth_sharing(plan: AttentionPlan, kv_heads: int, group: int, head_dim: int) -> bool:
+    """Whether sequences of one row each may save something by reading blocks together."""
+    shape = _Shape(kv_heads, group, head_dim, 0, torch.bfloat16, exact=False, window=0, shares=True)
+    return _may_share(plan, shape, 1, _least_saved(shape))
+
+
 def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
     """As `ops.copy_blocks`, on tensors that are contiguous in whole rows."""
     ids = source_ids if source_ids is not None else target_ids
@@ -279,7 +285,7 @@ def _with_groups(
     plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, own: _Work, most_tokens: int
 ) -> list[_Work]:
     """The work of few rows, behind the work of what its sequences share where that may be worth it."""
-    least_saved = _tuning.least_saved or _LEAST_SAVED_BYTES // (4 * shape.kv_heads * shape.head_dim)
+    least_saved = _least_saved(shape)
     if not _may_share(plan, shape, most_tokens, least_saved) or not _fits_many(plan, cache, shape):
         return [own]
     own_rows = plan.num_segments * most_tokens  # of `kept` in front: query tokens of each shared segment
@@ -305,10 +311,17 @@ def _with_groups(
     return [groups, own]
 
 
+def _least_saved(shape: _Shape) -> int:
+    """Tokens."""
+    return _tuning.least_saved or _LEAST_SAVED_BYTES // (4 * shape.kv_heads * shape.head_dim)
+
+
 def _may_share(plan: AttentionPlan, shape: _Shape, most_tokens: int, least_saved: int) -> bool:
     """Whether sequences of few rows may save so many tokens; the planner on the device looks closer."""
     fixed = _tuning.fixed_range or not _tuning.split  # a sequence's bits must not depend on the batch
-    if not shape.shares or fixed or plan.num_seqs < 2 or plan.num_segments > _MOST_SHARED_SEGMENTS:
+    if not (shape.shares and plan.may_share) or fixed or plan.num_seqs < 2:
+        return False
+    if plan.num_segments > _MOST_SHARED_SEGMENTS:
         return False
     found = plan.segments_by_blocks(_FEW_ROWS // shape.group)
     if found is None:

@@ -29,6 +29,7 @@ from memkv.errors import KernelArgumentError
 SegmentInts = tuple[Sequence[int], int, int, int]  # blocks, num_tokens, position, stored_position
 
 _LAST_POSITION = 2**31 - 1
+_TENSORS = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}  # dims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,7 @@ class AttentionPlan:
         segments: [num_segments, 4]: first entry in `block_ids`, num_tokens, position, stored_position.
         block_ids: [num_entries]. Entries past those that a segment needs may hold anything; no two segments
             share an entry, though they may name the same block.
+        may_share: False where no sequences are to read blocks together.
     """
 
     query_start: Tensor
@@ -89,6 +91,7 @@ class AttentionPlan:
     segment_start: Tensor
     segments: Tensor
     block_ids: Tensor
+    may_share: bool = True
     derived: dict[object, Any] = field(default_factory=dict, init=False, repr=False)  # a device's own
     _host: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _turns: dict[Rotation, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -97,8 +100,7 @@ class AttentionPlan:
     _changes: set[str] = field(default_factory=set, init=False, repr=False)  # tensors changed in place
 
     def __post_init__(self) -> None:
-        shapes = {"query_start": 1, "query_position": 1, "segment_start": 1, "segments": 2, "block_ids": 1}
-        for name, dim in shapes.items():
+        for name, dim in _TENSORS.items():
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tensor.dim() != dim or not tensor.is_contiguous():
                 raise KernelArgumentError(
@@ -150,8 +152,29 @@ class AttentionPlan:
     @classmethod
     def of_arrays(cls, host: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> Self:
         """A plan from int32 arrays by name, and the same on a device."""
-        plan = cls(**tensors)
+        plan = cls(*_in_order(tensors))
         plan._host.update(host)  # so that nothing has to come back from a GPU to be checked
+        return plan
+
+    @classmethod
+    def of_changing(
+        cls,
+        query_start: np.ndarray,
+        tensors: Mapping[str, Tensor],
+        *,
+        num_blocks: int,
+        block_size: int,
+        may_share: bool,
+    ) -> Self:
+        """A plan whose tensors get other contents, query_start excepted, before each use: see `refresh`.
+
+        The contents are trusted to fit a pool of `num_blocks`. Segments and entries past those that sequences
+        own hold anything.
+        """
+        plan = cls(*_in_order(tensors), may_share=may_share)
+        plan._host["query_start"] = query_start
+        plan._fits.add((num_blocks, block_size))
+        plan.refresh()
         return plan
 
     @property
@@ -274,6 +297,11 @@ class AttentionPlan:
             tensor: Tensor = getattr(self, name)
             self._host[name] = tensor.cpu().numpy()
         return self._host[name]
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    first, second, third, fourth, last = (tensors[name] for name in _TENSORS)
+    return first, second, third, fourth, last
 
 
 def _check_starts(name: str, values: np.ndarray, end: int) -> None:

@@ -160,6 +160,6 @@ def attend(
 _current_step: ContextVar[StepContext | None] = ContextVar("memkv_step")
 
 
-# No mask is registered under this name: visibility is in the plan, and transformers, which would look into the
-# positions for packed sequences and so wait for a GPU, makes none.
+# No mask is registered under this name: visibility is in the plan. transformers makes none then; otherwise it
+# would look into the positions for packed sequences, and wait for a GPU in every step.
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -166,8 +166,8 @@ class FakeRunner:
         """Each looking row gives every block its number: block 7 gets 7 times the rows."""
         first = 0
         for table, positions in zip(batch.tables, batch.positions, strict=True):
-            if first == look.first_entry:
-                assert len(table.entries) == look.num_entries
+            if first == look.entries.start:
+                assert first + len(table.entries) == look.entries.stop
                 self.looking_rows.append(positions.tolist())
                 return torch.from_numpy(table.entries).float() * len(positions)
             first += len(table.entries)

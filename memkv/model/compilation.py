@@ -1,0 +1,94 @@
+"""A model's decoder layers compiled by torch: what stands between two matrix products becomes one kernel.
+
+Attention stays what it is: `attend` is no part of what is compiled. Lengths are symbols, so that the layers,
+which share their code, are compiled a few times in all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from memkv.kernels import AttentionResult
+from memkv.model.attention import ATTENTION_NAME, Kernels, StepContext, attend, forward, layer_attention
+from memkv.model.loader import LoadedModel
+
+_log = logging.getLogger(__name__)
+_LENGTHS = (33, 64, 1, 2, 1000)  # what one of them compiles serves all that come later
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest logit
+
+
+def compile_layers(model: LoadedModel) -> bool:
+    """Compiles a model on a GPU, and keeps it as it was where that fails or gives other logits.
+
+    Takes some ten seconds, less where torch's cache on disk has it. Returns whether it is compiled.
+    """
+    layers = _decoder_layers(model)
+    if not layers:
+        _log.warning("%s is not compiled: its decoder layers were not found", model.name)
+        return False
+    if "forward" in layers[0].__dict__:
+        return True  # another engine's
+    started = time.monotonic()
+    expected = _logits(model, _LENGTHS[0])
+    not_compiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION_NAME, not_compiled)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    try:
+        found, *_ = (_logits(model, length) for length in _LENGTHS)
+        error = float((found - expected).abs().max() / expected.abs().max())
+        wrong = "" if error <= _TOLERANCE[model.module.dtype] else f"its logits are off by {error:.2g}"
+    except Exception as failure:  # noqa: BLE001  # whatever a compiler raises
+        wrong = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    if wrong:
+        for layer in layers:
+            del layer.forward
+        _log.warning("%s is served without compilation: %s", model.name, wrong)
+        return False
+    _log.info("%s was compiled in %.1f s", model.name, time.monotonic() - started)
+    return True
+
+
+@contextmanager
+def uncompiled(model: LoadedModel) -> Iterator[None]:
+    """The model as transformers made it, meanwhile."""
+    kept = {layer: layer.__dict__.pop("forward", None) for layer in _decoder_layers(model)}
+    try:
+        yield
+    finally:
+        for layer, compiled in kept.items():
+            if compiled is not None:
+                layer.forward = compiled
+
+
+def _decoder_layers(model: LoadedModel) -> list[nn.Module]:
+    lists = [each for each in model.module.base_model.children() if isinstance(each, nn.ModuleList)]
+    return next((list(each) for each in lists if len(each) == model.spec.num_layers), [])
+
+
+def _logits(model: LoadedModel, length: int) -> Tensor:
+    """Of the last of some tokens that attend to nothing but themselves."""
+    device = model.module.device
+    rows = torch.arange(length, device=device)
+    context = StepContext(
+        layers=layer_attention(model.spec, device),
+        caches=[(rows, rows)] * model.spec.num_layers,
+        slots=rows,
+        plan=None,  # type: ignore[arg-type]  # nothing reads it
+        kernels=Kernels(write_kv=lambda *_: None, paged_attention=_own_value),
+    )
+    ids = rows % model.spec.vocab_size
+    logits = forward(model.module, ids, rows, context, rows[-1:])
+    assert logits is not None
+    return logits.float()
+
+
+def _own_value(query: Tensor, *_: object, **__: object) -> AttentionResult:
+    return AttentionResult(query.contiguous())

@@ -1,0 +1,150 @@
+"""The engine on a GPU: CUDA graphs and compiled layers give what passes without them give, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import MemorySource, RandomPrompts, config
+
+from memkv.bench import random_model as shapes
+from memkv.engine.engine import Engine
+from memkv.engine.generation import GenerationResult
+from memkv.engine.request import GenerateRequest
+from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select
+from memkv.engine.sampler import Sampling
+from memkv.kernels import cuda
+from memkv.model.loader import LoadedModel
+
+HAS_GPU = torch.cuda.is_available() and cuda.built()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU, or no kernels for it")]
+
+VOCAB_SIZE = 1000
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+POLICIES: tuple[ReusePolicy, ...] = (Exact(), Map(), Head(1), Select(0.4))
+NEW_TOKENS = 24
+NEAR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # top two logits, between which rounding may choose
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(shapes.SHAPES, "test", SHAPE)
+        yield shapes.random_model("test", request.param, "cuda")
+
+
+@pytest.fixture(scope="module")
+def engine(model: LoadedModel) -> Iterator[Engine]:
+    with Engine(model, "bfloat16", config(pool_bytes=400_000_000)) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+def requests_of(prompts: RandomPrompts, count: int) -> list[GenerateRequest]:
+    chunks = [prompts.chunk(60 + 7 * index) for index in range(12)]
+    return [
+        GenerateRequest(
+            prompts.prefix,
+            tuple(prompts.random.sample(chunks, 4)),
+            prompts.ids(5 + index % 30),
+            block_size=16,
+            policy=POLICIES[index % len(POLICIES)],
+            sampling=Sampling(max_tokens=NEW_TOKENS, ignore_eos=True),
+            keep_logits=1,
+        )
+        for index in range(count)
+    ]
+
+
+def assert_same(one: GenerationResult, other: GenerationResult, dtype: torch.dtype) -> None:
+    """The same tokens, up to where two logits are as good as equal."""
+    assert one.logits is not None and other.logits is not None
+    for place, (mine, its) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
+        if mine != its:
+            top = one.logits[place].topk(2).values
+            assert float(top[0] - top[1]) <= NEAR[dtype], f"token {place} is another one"
+            return
+    error = float((one.logits - other.logits).abs().max())
+    assert error <= (1e-2 if dtype == torch.float32 else 0.1) * float(one.logits.abs().max())
+
+
+def test_graphs_give_what_passes_without_them_give(model: LoadedModel, engine: Engine) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=1), MemorySource()
+    requests = requests_of(prompts, 8)
+    graphed = [engine.generate(request, source).result(120) for request in requests]
+    graphs = engine._thread._runner._graphs
+    assert graphs is not None and graphs._graphs and not graphs._fails
+    assert {shape.layers for _, shape in graphs._graphs} > {()}, "no look had a graph"
+    engine._thread._runner._graphs = None
+    try:
+        plain = [engine.generate(replace(each, reuse="auto"), source).result(120) for each in requests]
+    finally:
+        engine._thread._runner._graphs = graphs
+    for one, other in zip(graphed, plain, strict=True):
+        assert_same(one, other, model.module.dtype)
+
+
+def test_the_engine_gives_what_transformers_gives(model: LoadedModel, engine: Engine) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=2), MemorySource()
+    request = replace(requests_of(prompts, 1)[0], reuse="off")
+    result = engine.generate(request, source).result(120)
+    assert result.logits is not None
+    row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]], device="cuda")
+    module = model.module
+    module.set_attn_implementation("sdpa")
+    try:
+        with torch.inference_mode():
+            expected = module(row, use_cache=False, logits_to_keep=NEW_TOKENS).logits[0].float()
+    finally:
+        module.set_attn_implementation("memkv")
+    error = float((result.logits.cuda() - expected).abs().max())
+    assert error <= (2e-2 if module.dtype == torch.float32 else 0.1) * float(expected.abs().max())
+
+
+def test_64_at_once_give_what_they_give_alone(model: LoadedModel, engine: Engine) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=3), MemorySource()
+    requests = requests_of(prompts, 64)
+    alone = [engine.generate(request, source).result(120) for request in requests]
+    together = [engine.generate(request, source) for request in requests]
+    for one, other in zip(alone, together, strict=True):
+        assert_same(one, other.result(120), model.module.dtype)
+    engine.check_integrity()
+
+
+def test_decode_of_many_over_the_same_chunk_is_read_together(engine: Engine) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=4), MemorySource()
+    chunk = prompts.chunk(4000)
+    requests = [
+        GenerateRequest(
+            prompts.prefix,
+            (chunk,),
+            prompts.ids(9),
+            block_size=16,
+            policy=Map(),
+            sampling=Sampling(max_tokens=NEW_TOKENS, ignore_eos=True),
+            keep_logits=1,
+        )
+        for _ in range(60)
+    ]
+    alone = [engine.generate(request, source).result(120) for request in requests[:5]]
+    together = [engine.generate(request, source) for request in requests]
+    found = [generation.result(120) for generation in together]
+    for one, other in zip(alone, found, strict=False):
+        assert_same(one, other, torch.bfloat16)
+    graphs = engine._thread._runner._graphs
+    assert graphs is not None
+    assert any(shape.shares for _, shape in graphs._graphs), "no step read it together"
