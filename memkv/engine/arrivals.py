@@ -120,6 +120,11 @@ class Arrivals:
         self.end_exports()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anything is read, or on its way to the host."""
+        return bool(self._reading or self._prefetched or self._fetching or self._exports)
+
+    @property
     def is_exporting(self) -> bool:
         return bool(self._exports)
 

@@ -80,6 +80,10 @@ class Engines:
         wanted = tuple(refs)
         self._nearest(wanted, block_size).prefetch(wanted, source, block_size=block_size)
 
+    def is_idle(self) -> bool:
+        """Whether all of them are."""
+        return all(engine.is_idle() for engine in self._engines)
+
     def drop(self, input_keys: Iterable[str]) -> None:
         keys = tuple(input_keys)
         for engine in self._engines:

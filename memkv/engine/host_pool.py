@@ -1,7 +1,7 @@
 """Verified chunks in host memory, between the disk and a device that has memory of its own.
 
-    loader's thread     read and verified, or computed ──► put ──┐
-    engine's thread     find ─────────────────────────────────────┴──► held ──► copied to the device ──► let go
+    loader's thread     read and verified, or computed ──► put ─┐
+    engine's thread     find ───────────────────────────────────┴──► held ──► copied to the device ──► let go
 
 Room is made by eviction, never beyond the budget; what somebody holds stays.
 """

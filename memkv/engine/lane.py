@@ -135,6 +135,11 @@ class Lane:
         return min(self._arrivals.next_deadline(), self.scheduler.next_deadline())
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything, and nothing is on its way."""
+        return not (self.scheduler.sequences or self.scheduler.jobs or self._arrivals.is_busy)
+
+    @property
     def has_generations(self) -> bool:
         return bool(self.scheduler.running)
 

@@ -32,6 +32,7 @@ from memkv.memory.replies import accepted_reply
 from memkv.memory.retrieval import Retrieval
 from memkv.memory.stored import StoredMemory, require_valid
 from memkv.memory.transfer import Tell
+from memkv.memory.warm_up import WarmUp
 from memkv.store.rows import DEFAULT_TENANT, DocumentRow, NewDocument
 from memkv.store.verification import Recomputed
 from memkv.text.reader import SourceText, accept_text, clean_question, read_text
@@ -70,6 +71,8 @@ class Memory(StoredMemory):
         self._ingestion = Ingestion(parts, self._collections)
         self._ingestion.start()
         self._maintenance.start()
+        self._warm_up = WarmUp(parts, self._collections)
+        self._warm_up.start()
 
     @classmethod
     def open(cls, config: Config, *, on_progress: Callable[[str], None] | None = None) -> Memory:
@@ -89,6 +92,7 @@ class Memory(StoredMemory):
         try:
             self._ingestion.stop()
             self._maintenance.stop()
+            self._warm_up.stop()
         finally:
             self._parts.close(drain_seconds)
 

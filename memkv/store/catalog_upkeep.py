@@ -188,6 +188,17 @@ class UpkeepStatements:
         with self._database.read() as connection:
             return connection.execute(select(KVUse.uses).where(KVUse.input_key == input_key)).scalar() or 0
 
+    def most_used_files(self, limit: int) -> list[KVFileRow]:
+        """Of what was used at all, what was used most first; of equals what was used last."""
+        statement = (
+            select(*FILE_COLUMNS)
+            .join(KVUse, KVUse.input_key == KVFile.input_key)
+            .order_by(KVUse.uses.desc(), KVUse.used_at.desc(), KVFile.input_key)
+            .limit(limit)
+        )
+        with self._database.read() as connection:
+            return [file_row(row) for row in connection.execute(statement)]
+
     def add_uses(self, uses: Mapping[tuple[str, str], int]) -> None:
         """(tenant, key) -> how often it was used since it was added last."""
         moment = now()

@@ -1,0 +1,75 @@
+"""What questions mapped most is loaded when a memory is opened, while nobody asks anything of the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import structlog
+
+from memkv.engine.residency import ChunkRef
+from memkv.errors import EngineClosed, FingerprintMismatch, MemKVError, NotFoundError
+from memkv.memory.collections import Collections, OpenCollection
+from memkv.memory.parts import Parts
+
+_log = structlog.get_logger(__name__)
+
+_PAUSE_SECONDS = 0.02  # between two looks at whether the engine is idle
+_MOST_CHUNKS = 10_000  # that are looked at
+
+
+class WarmUp:
+    """A thread that ends by itself; up to `engine.warm_share` of the pool is filled, one chunk at a time."""
+
+    def __init__(self, parts: Parts, collections: Collections) -> None:
+        self._parts = parts
+        self._collections = collections
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memkv-warm-up", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends before the next chunk."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        engine = self._parts.engine
+        loaded = 0
+        try:
+            for collection, ref in self._most_used():
+                while not engine.is_idle():
+                    if self._stopping.wait(_PAUSE_SECONDS):
+                        return
+                refs = (collection.prefix, ref)
+                engine.prefetch(refs, collection.kv, block_size=collection.row.block_size)
+                loaded += 1
+        except EngineClosed:
+            return
+        except MemKVError as error:  # questions load what they need themselves
+            _log.warning("warm_up_ended", code=error.code, detail=error.detail)
+        if loaded:
+            _log.info("warmed_up", chunks=loaded)
+
+    def _most_used(self) -> Iterator[tuple[OpenCollection, ChunkRef]]:
+        """As many as the budget takes."""
+        catalog, config = self._parts.store.catalog, self._parts.config.engine
+        left = int(config.warm_share * config.pool_bytes)
+        for file in catalog.most_used_files(_MOST_CHUNKS) if left else ():
+            try:
+                chunk = catalog.chunk_of_key(file.tenant, file.input_key)
+                row = catalog.collection_by_id(file.tenant, chunk.collection_id)
+                collection = self._collections.open(row)
+            except (NotFoundError, FingerprintMismatch):
+                continue
+            left -= collection.layout.bytes_for(len(chunk.token_ids))
+            if left < 0:
+                return
+            yield collection, collection.ref(file.input_key, chunk.token_ids)
