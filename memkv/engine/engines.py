@@ -25,8 +25,8 @@ class Engines:
     """Has the methods of an `Engine`. Any thread may use it.
 
     A generation goes to the engine that holds most tokens of its chunks, of equals to the one with the fewest
-    requests; one that has as many requests as it runs at once is passed over while another has not. Chunks to
-    prefill are dealt out evenly.
+    requests, then to the emptiest; one that has as many requests as it runs at once is passed over while
+    another has not. Chunks to prefill are dealt out evenly.
 
     Args:
         engines: of one model; at least one. They are closed with it.
@@ -76,9 +76,10 @@ class Engines:
         return [found[index % len(found)][index // len(found)] for index in range(len(wanted))]
 
     def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
-        """By the engine that holds most of them."""
+        """By the engine that a question about them would go to."""
         wanted = tuple(refs)
-        self._nearest(wanted, block_size).prefetch(wanted, source, block_size=block_size)
+        chunks = [ref for ref in wanted if ref.context_ids]  # the prefix, which all share, says nothing
+        self._nearest(chunks, block_size).prefetch(wanted, source, block_size=block_size)
 
     def is_idle(self) -> bool:
         """Whether all of them are."""
@@ -118,14 +119,15 @@ class Engines:
             engine.close(max(0.0, deadline - time.monotonic()))
 
     def _choose(self, request: GenerateRequest) -> Engine:
-        refs = () if request.reuse == "off" else request.chunks  # the prefix, which all share, says nothing
+        refs = () if request.reuse == "off" else request.chunks
         return self._nearest(refs, request.block_size)
 
     def _nearest(self, refs: Sequence[ChunkRef], block_size: int) -> Engine:
         free = [engine for engine in self._engines if engine.num_tasks < engine.max_running]
 
-        def rank(engine: Engine) -> tuple[int, int]:
-            return -engine.tokens_here(refs, block_size), engine.num_tasks
+        def rank(engine: Engine) -> tuple[int, int, int]:
+            used = sum(lane.blocks.total - lane.blocks.free for lane in engine.stats().lanes)
+            return -engine.tokens_here(refs, block_size), engine.num_tasks, used
 
         return min(free or self._engines, key=rank)
 

@@ -13,6 +13,7 @@ from engine_harness import (
     config,
     fake_answer,
     fake_model,
+    wait_until,
 )
 from test_engine import request_of
 
@@ -58,6 +59,10 @@ def stored(engines: Engines, prompts: RandomPrompts, count: int) -> tuple[Memory
     source.kept.update({ref.input_key: kv for ref, kv in zip(chunks, made, strict=True)})
     engines.drop([prompts.prefix.input_key, *(chunk.input_key for chunk in chunks)])
     return source, chunks
+
+
+def num_cached(engines: Engines) -> int:
+    return sum(lane.blocks.cached for lane in engines.stats().lanes)
 
 
 def answered_right(request: GenerateRequest, ids: list[int]) -> bool:
@@ -120,6 +125,21 @@ def test_an_engine_that_runs_all_it_can_is_passed_over(engines: Engines, prompts
     assert sorted(engine.num_tasks for engine in engines._engines) == [2, 4]
     for request, generation in zip(requests, generations, strict=True):
         assert answered_right(request, generation.result(20).token_ids)
+
+
+def test_what_is_prefetched_bit_by_bit_fills_all_of_them(engines: Engines, prompts: RandomPrompts) -> None:
+    source, chunks = stored(engines, prompts, 4)
+    wait_until(lambda: num_cached(engines) == 0)
+    cached = -1
+    for chunk in chunks:
+        wait_until(lambda before=cached: num_cached(engines) > before)  # the state of things is told
+        cached = num_cached(engines)
+        engines.prefetch((prompts.prefix, chunk), source, block_size=SIZE)
+        wait_until(engines.is_idle)
+        assert chunk.input_key in source.reads, "it is idle although it has something to read"
+    held = [[engine.tokens_here([chunk], SIZE) > 0 for chunk in chunks] for engine in engines._engines]
+    assert [sum(each) for each in held] == [2, 2]
+    assert all(a != b for a, b in zip(*held, strict=True)), "one is on both, or on none"
 
 
 def test_what_is_dropped_is_on_none(engines: Engines, prompts: RandomPrompts) -> None:
