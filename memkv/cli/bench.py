@@ -1,4 +1,4 @@
-"""`memkv bench compare`, `memkv bench kernel` and `memkv bench engine`."""
+"""`memkv bench compare`, `memkv bench kernel`, `memkv bench engine` and `memkv bench load`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from memkv.cli.bench_load import load
 from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, output_options, table
 from memkv.cli.progress import steps
@@ -39,7 +40,7 @@ def compare(rounds: int, target: Target, out: Output) -> None:
         tell("loading the models")
         from memkv.bench.compare import Shape, run_comparison
 
-        found = run_comparison(target.config(), Shape(rounds=rounds), tell, keep_on_disk_of=_disk(target))
+        found = run_comparison(target.config(), Shape(rounds=rounds), tell, keep_on_disk_of=target.chosen_dir)
     if out.is_json:
         out.json(found)
     else:
@@ -107,11 +108,14 @@ def engine(shape: str | None, rounds: int | None, target: Target, out: Output) -
         sizes = Sizes() if device.startswith("cuda") else CPU_SIZES
         if rounds is not None:
             sizes = msgspec.structs.replace(sizes, rounds=rounds)
-        found = run_engine_bench(model, config.kv.dtype, sizes, _disk(target), tell)
+        found = run_engine_bench(model, config.kv.dtype, sizes, target.chosen_dir, tell)
     if out.is_json:
         out.json(found)
     else:
         click.echo(_engine_text(found))
+
+
+bench.add_command(load)
 
 
 def _engine_text(found: EngineBench) -> str:
@@ -198,11 +202,6 @@ def _kernel_text(found: KernelBench) -> str:
     parts.append(table(("memory", "measured"), rates))
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     return "\n\n".join((*parts, f"{found.device}; {versions}"))
-
-
-def _disk(target: Target) -> str | None:
-    chosen = target.flags["store.data_dir"]
-    return None if chosen is None else str(chosen)
 
 
 def _text(found: Comparison) -> str:

@@ -43,6 +43,12 @@ class Target:
         extra = {key.replace("__", "."): value for key, value in more.items()}
         return require_possible(load_config({**self.flags, **extra}, file=self.file))
 
+    @property
+    def chosen_dir(self) -> str | None:
+        """What --data-dir says."""
+        chosen = self.flags["store.data_dir"]
+        return None if chosen is None else str(chosen)
+
     @contextmanager
     def open(self, out: Output, *, models: bool = True) -> Iterator[MemKV]:
         """The client: of the server, or of a Memory in this process, which is closed at the end.
