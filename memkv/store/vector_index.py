@@ -1,5 +1,7 @@
 """Exact inner-product search over a collection's vectors: FAISS in memory, vectors in a file.
 
+Large collections are searched on a GPU where there is one for FAISS, unless a filter says what to look at.
+
 The file is a copy of what SQL holds, kept to make a start quick; it is used only if it is whole and of this
 very generation, and made again from SQL otherwise. It holds vectors, never FAISS' own format: reading an
 index that someone damaged is reading memory that someone chose.
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 
 from memkv.store.catalog import Catalog
 from memkv.store.durable_files import Damage, read_file, replace_file
+from memkv.store.gpu_search import Gpu, GpuCopy
 from memkv.store.read_write_lock import ReadWriteLock
 from memkv.store.rows import Change, CollectionRow, Vectors
 
@@ -54,8 +57,10 @@ class Neighbours:
 class VectorIndex:
     """One collection's vectors. Thread-safe; searches run side by side."""
 
-    def __init__(self, content: Vectors, dim: int) -> None:
+    def __init__(self, content: Vectors, dim: int, gpu: Gpu) -> None:
         self.dim = dim
+        self._gpu_copy = GpuCopy(gpu)
+        self._num_removals = 0
         self._lock = ReadWriteLock()
         self._applied = threading.Condition()
         self._generation, self._stamp = content.generation, content.stamp
@@ -78,7 +83,7 @@ class VectorIndex:
             if k <= 0:
                 return Neighbours(np.empty(0, np.int64), np.empty(0, np.float32))
             if among is None:
-                scores, ids = self._index.search(query, k)
+                scores, ids = self._search_all(query, k)
             else:
                 wanted = faiss.SearchParameters(sel=faiss.IDSelectorBatch(among))  # type: ignore[call-arg]
                 scores, ids = self._index.search(query, k, params=wanted)
@@ -94,6 +99,7 @@ class VectorIndex:
                 return False
             if len(change.removed):
                 self._index.remove_ids(change.removed)  # type: ignore[arg-type]
+                self._num_removals += 1
             if len(change.added):
                 self._index.add_with_ids(np.ascontiguousarray(change.vectors), change.added)
             self._generation, self._stamp = change.generation, change.stamp
@@ -119,7 +125,19 @@ class VectorIndex:
             flat = faiss.vector_to_array(self._flat.codes).view(np.float32).reshape(len(ids), self.dim)
             return Vectors(self._generation, self._stamp, ids, flat)
 
+    def _search_all(
+        self, query: NDArray[np.float32], k: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """(scores, row ids), [1, k] each."""
+        found = self._gpu_copy.search(self._flat, self._num_removals, query, k)
+        if found is None:
+            return self._index.search(query, k)
+        scores, places = found
+        row_ids = faiss.rev_swig_ptr(self._index.id_map.data(), len(self))
+        return scores, np.where(places < 0, -1, row_ids[places])
+
     def _fill(self, content: Vectors) -> None:
+        self._num_removals += 1
         self._flat = faiss.IndexFlatIP(self.dim)
         self._index = faiss.IndexIDMap2(self._flat)
         if len(content.row_ids):
@@ -149,6 +167,7 @@ class VectorIndexes:
         self._temporary = temporary
         self._store_id = store_id
         self._catalog = catalog
+        self._gpu = Gpu()
         self._indexes: dict[str, VectorIndex] = {}
         self._guard = threading.Lock()
         self._loads: dict[str, threading.Lock] = {}  # one load of a collection at a time
@@ -225,7 +244,7 @@ class VectorIndexes:
         )
         if content is None:
             return self._open(collection)
-        index = VectorIndex(content, collection.dim)
+        index = VectorIndex(content, collection.dim, self._gpu)
         with self._guard:
             self._counts["loaded" if content is filed else "rebuilt"] += 1
             self._indexes[collection.id] = index
@@ -241,7 +260,8 @@ class VectorIndexes:
     def _nothing(self, collection: CollectionRow) -> VectorIndex:
         """Of a collection that was deleted meanwhile."""
         no_vectors = np.empty((0, collection.dim), np.float32)
-        return VectorIndex(Vectors(0, bytes(16), np.empty(0, np.int64), no_vectors), collection.dim)
+        content = Vectors(0, bytes(16), np.empty(0, np.int64), no_vectors)
+        return VectorIndex(content, collection.dim, self._gpu)
 
     def _loading(self, collection_id: str) -> threading.Lock:
         with self._guard:

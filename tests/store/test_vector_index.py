@@ -17,6 +17,7 @@ from store_samples import DIM, OpenStore, commit, found_texts, ingest, new_colle
 from memkv.errors import BadRequestError, FilterError
 from memkv.store import DEFAULT_TENANT, Store, vector_index
 from memkv.store.durable_files import Damage
+from memkv.store.gpu_search import Gpu
 from memkv.store.rows import Change, CollectionRow, NewDocument, Vectors
 from memkv.store.vector_index import VectorIndex, decode_vectors, encode_vectors
 
@@ -56,7 +57,7 @@ def change(generation: int, removed: list[int], added: list[int], seed: int = 0)
 def test_search_equals_brute_force_after_any_adds_and_removals(
     steps: list[tuple[bool, int]], k: int, seed: int, some: bool
 ) -> None:
-    index = VectorIndex(content(0, []), DIM)
+    index = VectorIndex(content(0, []), DIM, Gpu())
     kept: dict[int, np.ndarray] = {}
     dice = random.Random(seed)
     next_id = 1
@@ -80,7 +81,7 @@ def test_search_equals_brute_force_after_any_adds_and_removals(
 
 
 def test_changes_are_followed_in_order_and_once() -> None:
-    index = VectorIndex(content(3, [1, 2]), DIM)
+    index = VectorIndex(content(3, [1, 2]), DIM, Gpu())
     assert index.apply(change(3, [], [9])), "a change the index already has"
     assert len(index) == 2
     assert not index.apply(change(5, [], [9])), "a change was skipped and nobody noticed"
