@@ -145,7 +145,11 @@ def test_jobs_and_answers_in_a_full_pool_all_end() -> None:
 
 
 def test_ten_thousand_random_steps_leave_the_books_right() -> None:
-    """Submits, steps, cancels, drops and prefetches in a small pool; integrity is checked at each."""
+    """Submits, steps, cancels, drops, evicts and prefetches in a small pool, with reads that come back late.
+
+    That every block has its owners, and free, cached, pinned and private ones are the whole pool, is checked
+    at each.
+    """
     random = Random(11)
     driver = Driver(num_blocks=40, max_batch_tokens=64, max_running=8, host_bytes=20 * 16 * SIZE * 4)
     chunks = [driver.prompts.chunk(random.randint(1, 60), f"c{i}") for i in range(12)]
@@ -172,9 +176,16 @@ def test_ten_thousand_random_steps_leave_the_books_right() -> None:
             driver.lane.drop([random.choice(chunks).input_key])
         elif action < 0.10:
             driver.lane.prefetch(random.sample(chunks, 2), driver.source)
+        elif action < 0.11:
+            driver.lane.residency.drop([random.choice(chunks).input_key])
+        elif action < 0.13:
+            driver.loader.hold = True
+        elif action < 0.16:
+            driver.loader.come_back()
         else:
             driver.step(random.choice(["", "", "fill", "generation"]))
         driver.settle()
+        assert driver.lane.residency.counts().total == 40
         for task in [task for task in tasks if task.is_finished]:
             tasks.remove(task)
             if isinstance(task, Sequence):
@@ -184,8 +195,10 @@ def test_ten_thousand_random_steps_leave_the_books_right() -> None:
                 interrupted += result.usage.interruptions
                 finished += result.finish_reason == "length"
         driver.runner.batches.clear()
+    driver.loader.come_back()
     driver.run()
     driver.assert_idle()
+    assert driver.lane.is_idle
     assert finished > 100 and interrupted > 20
 
 
