@@ -10,12 +10,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from sqlalchemy.engine import URL
 
-from memkv.errors import ConfigError, DatabaseUnavailable
+from memkv.errors import ConfigError, DatabaseUnavailable, MemKVError
 from memkv.store.database import Database
 from memkv.store.durable_files import storage_error, sync_directory, sync_file
 
@@ -75,6 +75,8 @@ def restore(url: URL, path: Path) -> None:
         shutil.copyfile(path, part)
         part.chmod(0o600)
         sync_file(part)
+        if target.is_file():
+            _end_log(url)
         for side in _SQLITE_SIDE_FILES:  # of the database that goes; they would be applied to the other
             with suppress(FileNotFoundError):
                 target.with_name(target.name + side).unlink()
@@ -84,6 +86,14 @@ def restore(url: URL, path: Path) -> None:
         raise storage_error(error) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _end_log(url: URL) -> None:
+    """Brings what only SQLite's log holds into the database, if that is not damaged: killed between the end
+    of the log and the new database's name, it is as it was.
+    """
+    with suppress(MemKVError), closing(Database(url)) as database:
+        database.end_log()
 
 
 def _run(url: URL, command: Sequence[str]) -> None:

@@ -22,7 +22,6 @@ from memkv.store.catalog_search import SearchStatements
 from memkv.store.catalog_starved import StarvedStatements
 from memkv.store.catalog_store import StoreStatements
 from memkv.store.catalog_upkeep import UpkeepStatements
-from memkv.store.database import Database
 
 
 class Catalog(
@@ -36,5 +35,4 @@ class Catalog(
     UpkeepStatements,
     StarvedStatements,
 ):
-    def __init__(self, database: Database) -> None:
-        StoreStatements.__init__(self, database)
+    """Made of a `Database`."""

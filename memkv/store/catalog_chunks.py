@@ -12,11 +12,11 @@ from sqlalchemy import Connection, delete, insert, select, update
 from memkv.store.catalog_collections import advance_collection
 from memkv.store.catalog_files import release
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.database_errors import damaged
 from memkv.store.ids import new_id
 from memkv.store.paging import read_page
 from memkv.store.rows import Change, ChunkRow, Committed, NewChunk, Page, PageRequest, Vectors
+from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Collection, Document
 
 VECTOR_TYPE = np.dtype("<f4")
@@ -35,12 +35,7 @@ CHUNK_COLUMNS = (
 )
 
 
-class ChunkStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class ChunkStatements(Statements):
     def commit_document(
         self, tenant: str, document_id: str, revision: int, chunks: Sequence[NewChunk]
     ) -> Committed:

@@ -13,7 +13,6 @@ from memkv.kv.fingerprint import input_key
 from memkv.store.catalog_files import release
 from memkv.store.catalog_jobs import abandon_jobs, renew_documents
 from memkv.store.catalog_store import now, read_tenant_secret
-from memkv.store.database import Database
 from memkv.store.ids import new_id
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_metadata, checked_name, checked_text
@@ -26,6 +25,7 @@ from memkv.store.rows import (
     PageRequest,
     RenewedCollection,
 )
+from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Collection, Document, KVFile
 
 _DIGEST = re.compile(r"^[0-9a-f]{64}\Z")
@@ -56,12 +56,7 @@ _COLUMNS = (
 )
 
 
-class CollectionStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class CollectionStatements(Statements):
     def create_collection(self, tenant: str, new: NewCollection) -> CollectionRow:
         """Makes a collection; its prefix key follows from tenant, fingerprint and prefix.
 

@@ -16,7 +16,6 @@ from memkv.store.catalog_files import in_batches, release
 from memkv.store.catalog_filters import filter_clause
 from memkv.store.catalog_jobs import insert_job, live_job_of
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.filters import Filter, kind_of
 from memkv.store.ids import ID_PATTERN, new_id
 from memkv.store.paging import read_page
@@ -33,6 +32,7 @@ from memkv.store.rows import (
     PageRequest,
     Problem,
 )
+from memkv.store.statements import Statements
 from memkv.store.tables import Collection, Document, DocumentValue, Job, JobDocument
 
 MAX_TEXT_CHARS = 100_000_000
@@ -59,12 +59,7 @@ DOCUMENT_COLUMNS = (
 )
 
 
-class DocumentStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class DocumentStatements(Statements):
     def accept_documents(
         self, tenant: str, collection_id: str, documents: Sequence[NewDocument], *, kind: str = "ingest"
     ) -> Accepted:

@@ -13,9 +13,9 @@ from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, 
 
 from memkv.store.block_file import file_name, parse_file_name
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.database_errors import damaged
 from memkv.store.rows import KVFileRow, Released
+from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Collection, KVFile
 
 Item = TypeVar("Item")
@@ -32,12 +32,7 @@ FILE_COLUMNS = (
 )
 
 
-class FileStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class FileStatements(Statements):
     def register_files(self, files: Sequence[KVFileRow]) -> list[KVFileRow]:
         """Makes durable files visible. Keys that have a row keep it; returns the rows that were added."""
         added: list[KVFileRow] = []

@@ -39,6 +39,6 @@ def _compare(node: Comparison) -> ColumnElement[bool]:
             clause = column >= values[0]
         case "lt":
             clause = column < values[0]
-        case "lte":
+        case _:  # lte
             clause = column <= values[0]
     return clause

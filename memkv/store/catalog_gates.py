@@ -8,19 +8,14 @@ from dataclasses import asdict, fields
 from sqlalchemy import delete, insert, select
 
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.rows import GateRow
+from memkv.store.statements import Statements
 from memkv.store.tables import Gate
 
 _COLUMNS = [getattr(Gate, field.name) for field in fields(GateRow)]
 
 
-class GateStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class GateStatements(Statements):
     def put_gates(self, fingerprint_digest: str, rows: Sequence[GateRow]) -> None:
         """Replaces all that was measured under this fingerprint on the same data, in the same form."""
         with self._database.write() as transaction:

@@ -14,19 +14,16 @@ from memkv.store.catalog_chunks import CHUNK_COLUMNS
 from memkv.store.catalog_documents import DOCUMENT_COLUMNS
 from memkv.store.catalog_files import in_batches
 from memkv.store.catalog_filters import filter_clause
-from memkv.store.database import Database
 from memkv.store.filters import Filter
 from memkv.store.rows import ChunkRow, DocumentRow, FoundChunk
+from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Document
 
 T = TypeVar("T", int, str)
 
 
-class SearchStatements:
+class SearchStatements(Statements):
     """Its methods raise DatabaseUnavailable and DatabaseDamaged."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def row_ids_matching(self, tenant: str, collection_id: str, matching: Filter) -> NDArray[np.int64]:
         """Row ids of the chunks whose document matches the filter, ascending."""

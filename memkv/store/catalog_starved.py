@@ -10,21 +10,16 @@ from memkv.errors import InsufficientStorageError
 from memkv.store.catalog_documents import DOCUMENT_COLUMNS, document_row
 from memkv.store.catalog_jobs import insert_job
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.plain_values import canonical_json
 from memkv.store.rows import DocumentRow
+from memkv.store.statements import Statements
 from memkv.store.tables import Document
 
 # As `JSONText` writes it.
 _CODE = canonical_json({"code": InsufficientStorageError.code}).strip("{}")
 
 
-class StarvedStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class StarvedStatements(Statements):
     def starved_documents(self) -> list[DocumentRow]:
         """Of all tenants, in the order in which they came."""
         statement = select(*DOCUMENT_COLUMNS).where(

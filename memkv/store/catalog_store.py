@@ -12,6 +12,7 @@ from memkv.store.database import Database
 from memkv.store.database_errors import damaged
 from memkv.store.plain_values import checked_name
 from memkv.store.rows import DEFAULT_TENANT
+from memkv.store.statements import Statements
 from memkv.store.tables import Collection, Document, StoreState, Tenant
 
 _SECRET_BYTES = 32
@@ -22,11 +23,9 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-class StoreStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
+class StoreStatements(Statements):
     def __init__(self, database: Database) -> None:
-        self._database = database
+        super().__init__(database)
         self._secrets: dict[str, bytes] = {}
 
     def store_id(self) -> str | None:

@@ -11,21 +11,16 @@ from sqlalchemy import Select, delete, exists, func, insert, or_, select, update
 from memkv.errors import BadRequestError, NotFoundError
 from memkv.store.catalog_files import FILE_COLUMNS, file_row, in_batches, is_unused
 from memkv.store.catalog_store import now
-from memkv.store.database import Database
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
 from memkv.store.rows import FileState, KeyedChunk, KVFileRow, LackingDocument, Page, PageRequest, Reference
+from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Collection, Document, Job, KVFile, KVUse
 
 _FEWEST_DIGITS = 8  # of a key that is cut short
 
 
-class UpkeepStatements:
-    """Raises DatabaseUnavailable, DatabaseDamaged; writing also InsufficientStorageError, StoreFenced."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+class UpkeepStatements(Statements):
     def list_files(
         self, page: PageRequest, *, collection_id: str | None = None, unused: bool = False
     ) -> Page[FileState]:

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,11 @@ class Database:
                     connection.exec_driver_sql("VACUUM (ANALYZE)")
                 return
             self._run_outside("VACUUM", ())
-            self._run_outside("PRAGMA wal_checkpoint(TRUNCATE)", ())
+            self.end_log()
+
+    def end_log(self) -> None:
+        """Brings all of SQLite's log into the database itself."""
+        self._run_outside("PRAGMA wal_checkpoint(TRUNCATE)", ())
 
     def copy_to(self, path: Path) -> None:
         """Writes an SQLite database, as it is now, to a new file."""
@@ -179,13 +183,11 @@ class Database:
 
     def _run_outside(self, statement: str, parameters: tuple[str, ...]) -> None:
         """On SQLite's driver itself, which begins no transaction: VACUUM runs outside of any."""
-        pooled = self._engine.raw_connection()
         try:
-            pooled.cursor().execute(statement, parameters)
+            with closing(self._engine.raw_connection()) as pooled:
+                pooled.cursor().execute(statement, parameters)
         except sqlite_driver.Error as error:
             raise translate(error) or error from error
-        finally:
-            pooled.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -142,18 +142,18 @@ def restore_snapshot(
 
 
 def _link_back(kept: Path, blocks: Path) -> None:
-    for source in kept.glob("*/*.kv"):
-        shard = blocks / source.parent.name
-        try:
+    shards: set[Path] = set()
+    try:
+        for source in kept.glob("*/*.kv"):
+            shard = blocks / source.parent.name
+            shards.add(shard)
             shard.mkdir(mode=0o700, exist_ok=True)
             with suppress(FileExistsError):
                 os.link(source, shard / source.name, follow_symlinks=False)
-        except OSError as error:
-            raise storage_error(error) from error
-    for shard in blocks.iterdir():
-        if shard.is_dir():
-            sync_directory(shard)
-    sync_directory(blocks)
+        for directory in (*shards, blocks):
+            sync_directory(directory)
+    except OSError as error:
+        raise storage_error(error) from error
 
 
 def _find(data_dir: Path, snapshot_id: str) -> Path:

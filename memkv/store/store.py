@@ -44,7 +44,6 @@ from memkv.store.rows import (
     NewChunk,
     NewCollection,
     NewDocument,
-    PageRequest,
     RenewedCollection,
 )
 from memkv.store.schema import SchemaRevision, require_schema, schema_revision
@@ -144,8 +143,7 @@ class Store:
             held.callback(database.close)
             store = cls(data_dir, database, reserve, upgrade=upgrade, caps=caps, held=held)
             store._held = held.pop_all()
-            return store
-        raise AssertionError("bug: an exit stack swallowed an error")
+        return store
 
     def close(self) -> None:
         """Saves the indexes and lets go of everything. May be called twice."""
@@ -246,18 +244,11 @@ class Store:
         """
         found = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
         found += verify_files(self.chunks, self.catalog, full=full, repair=repair, on_progress=on_progress)
-        for tenant in self.catalog.tenants():
-            after: str | None = None
-            while True:
-                page = self.catalog.list_collections(tenant, PageRequest(limit=100, after=after))
-                for collection in page.rows:
-                    damage = self.indexes.check(collection)
-                    if damage is not None:
-                        repaired = repair and self._renew_index(collection)
-                        found.append(StoreProblem("index", collection.name, damage.detail, repaired))
-                if not page.has_more:
-                    break
-                after = page.rows[-1].id
+        for collection in self.catalog.all_collections():
+            damage = self.indexes.check(collection)
+            if damage is not None:
+                repaired = repair and self._renew_index(collection)
+                found.append(StoreProblem("index", collection.name, damage.detail, repaired))
         return found
 
     def stats(self) -> dict[str, object]:

@@ -97,6 +97,62 @@ def test_what_is_no_snapshot_of_this_store_is_refused(
     assert open_store().catalog.store_id() == made.store_id
 
 
+def test_a_snapshot_of_another_kind_of_database_is_refused(
+    open_store: OpenStore, data_dir: Path, database_url: str | None
+) -> None:
+    store = open_store()
+    made = store.snapshots.create()
+    store.close()
+    manifest = data_dir / "snapshots" / made.id / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(made.dialect, "oracle"))
+    with pytest.raises(ConfigError, match="of kind oracle"):
+        restore_snapshot(data_dir, database_url, made.id)
+
+
+def test_a_directory_that_does_not_say_whose_it_is_takes_no_snapshot(
+    open_store: OpenStore, data_dir: Path, database_url: str | None
+) -> None:
+    store = open_store()
+    made = store.snapshots.create()
+    store.close()
+    for content in (None, "nothing of JSON"):
+        (data_dir / "STORE").unlink()
+        if content is not None:
+            (data_dir / "STORE").write_text(content)
+        with pytest.raises(ConfigError, match="another store"):
+            restore_snapshot(data_dir, database_url, made.id)
+        (data_dir / "STORE").touch()
+
+
+def test_only_whole_snapshots_are_listed(store: Store, data_dir: Path) -> None:
+    made = [store.snapshots.create() for _ in range(3)]
+    root = data_dir / "snapshots"
+    (root / "notes.txt").write_text("an operator's own")
+    (root / made[0].id / "manifest.json").unlink()
+    (root / made[1].id / "manifest.json").write_text('{"id": 7}')
+    assert store.snapshots.list() == [made[2]]
+
+
+def test_a_restore_that_finds_no_room_for_links_changes_nothing(
+    open_store: OpenStore, data_dir: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    row = store.catalog.create_collection(T, new_collection())
+    ingest(store, row, "text", external_id="a")
+    made = store.snapshots.create()
+    ingest(store, row, "later", external_id="b")
+    store.close()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", full)
+        with pytest.raises(InsufficientStorageError):
+            restore_snapshot(data_dir, database_url, made.id)
+    assert sorted(found_texts(open_store(), row, "x")) == ["later", "text"]
+
+
 def test_a_snapshot_that_fails_leaves_none(
     open_store: OpenStore, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
