@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from memkv.engine.reuse import LookRequest
 from memkv.engine.token_run import Int32s, Int64s, TokenRun
@@ -26,6 +27,8 @@ class Part(Generic[Owner]):
 
     Attributes:
         look: what its owner wants to know of the attention of the last `look_rows` tokens.
+        fed: where its one token is, when it was sampled on the device and has not come to the host: a row of
+            sampled tokens.
     """
 
     owner: Owner
@@ -34,6 +37,7 @@ class Part(Generic[Owner]):
     num_logits: int = 0
     look: LookRequest | None = None
     look_rows: int = 0
+    fed: tuple[Tensor, int] | None = None
 
     @property
     def positions(self) -> Int64s:
@@ -78,6 +82,8 @@ class Batch:
         tables: [num_groups].
         logit_rows: rows of the packed row whose logits are wanted, ascending.
         looks: of the parts that look, in order.
+        fed: sampled tokens on the device, int64 [n] each.
+        sources: [total], -1, or which of the fed tokens, counted through, stands in a row.
     """
 
     token_ids: Int64s
@@ -86,6 +92,8 @@ class Batch:
     tables: list[VisibleTable]
     logit_rows: list[int]
     looks: list[BatchLook]
+    fed: list[Tensor]
+    sources: Int64s
 
     @classmethod
     def build(cls, parts: Iterable[Part[Owner]]) -> Self:
@@ -95,7 +103,9 @@ class Batch:
         tables: list[VisibleTable] = []
         logit_rows: list[int] = []
         looks: list[BatchLook] = []
-        num_rows = num_entries = 0
+        fed: dict[int, tuple[Tensor, int]] = {}  # with the number of those in front
+        sources: list[tuple[int, int]] = []
+        num_rows = num_entries = num_fed = 0
         for part in parts:
             run, positions = part.run, part.positions
             ids.append(run.token_ids[run.done : run.done + part.count])
@@ -109,9 +119,21 @@ class Batch:
             if part.look is not None and part.look_rows:
                 own = len(tables[-1].entries)
                 looks.append(BatchLook(part.look, slice(num_entries - own, num_entries)))
+            if part.fed is not None:
+                tokens, row = part.fed
+                if id(tokens) not in fed:
+                    fed[id(tokens)] = tokens, num_fed
+                    num_fed += len(tokens)
+                sources.append((num_rows, fed[id(tokens)][1] + row))
             num_rows += part.count
             logit_rows.extend(range(num_rows - part.num_logits, num_rows))
-        return cls(np.concatenate(ids), groups, np.concatenate(slots), tables, logit_rows, looks)
+        of_rows = np.full(num_rows, -1, dtype=np.int64)
+        for row, source in sources:
+            of_rows[row] = source
+        sampled = [tokens for tokens, _ in fed.values()]
+        return cls(
+            np.concatenate(ids), groups, np.concatenate(slots), tables, logit_rows, looks, sampled, of_rows
+        )
 
     @property
     def num_tokens(self) -> int:

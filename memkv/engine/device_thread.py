@@ -202,17 +202,25 @@ class DeviceThread:
         shared = any(lane.awaits_generation for lane in self.lanes.values())
         ready += [(layout, "fill") for layout, lane in self.lanes.items() if lane.has_fills]
         if not ready:
-            return self._await_exports()
+            return self._collect(is_last=True) or self._await_exports()
         turn = self._turns.choose(ready)
         lane = self.lanes[turn[0]]
         started = time.monotonic()
         self._do(lane.generation_work() if turn[1] == "generation" else lane.fill_work(shared=shared))
-        if (collect := lane.collect_work()) is not None:
-            self._prepare()
-            self._do(collect)
+        self._collect(is_last=False)
         self._follow_up()
         self._turns.charge(turn, time.monotonic() - started)
         return True
+
+    def _collect(self, *, is_last: bool) -> bool:
+        """Hands out tokens that steps have sampled; False where there were none to wait for."""
+        works = [work for lane in self.lanes.values() if (work := lane.collect_work(is_last=is_last))]
+        if works:
+            self._prepare()
+        for work in works:
+            self._do(work)
+        self._follow_up()
+        return bool(works)
 
     def _await_exports(self) -> bool:
         """Where nothing is left to compute; False where nothing is on its way to the host either."""

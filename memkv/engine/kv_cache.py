@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memkv.engine.block_copy import copy_blocks
-from memkv.engine.staging import to_device
+from memkv.engine.staging import to_device, to_host
 from memkv.engine.stopwatch import Stopwatch
 from memkv.errors import ModelError
 from memkv.kernels.ops import prefer_huge_pages
@@ -149,8 +149,7 @@ class KVCache:
                 for slots_last in self._parts(typed[end - 1]):
                     slots_last[..., -unused:] = 0
         finite = torch.isfinite(typed).all(dim=1)
-        if self.device.type != "cpu":
-            rows, finite = (_to_pinned(tensor) for tensor in (rows, finite))
+        rows, finite = to_host(rows), to_host(finite)
         watch.stop()
         return Export(self.layout, rows, finite, list(zip([0, *ends], chunks, strict=False)), watch)
 
@@ -181,8 +180,3 @@ class KVCache:
         k = typed.as_strided((rows, heads, dim // x, size, x), (elements, dim * size, size * x, x, 1), start)
         v = typed.as_strided((rows, heads, dim, size), (elements, dim * size, size, 1), start + per_k)
         return k, v
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    target = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return target.copy_(tensor, non_blocking=True)

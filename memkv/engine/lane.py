@@ -60,7 +60,9 @@ class Lane:
         max_kept = int(config.continuation_share * num_blocks)
         self.continuations = Continuations(self.residency, max_kept, layout.block_size)
         self.scheduler = Scheduler(self.residency, self.continuations, config)
-        self.steps = Steps(runner, self.kv_cache, agenda, accept=self._accept, choose=self._choose)
+        self.steps = Steps(
+            runner, self.kv_cache, self.residency, agenda, accept=self._accept, choose=self._choose
+        )
         self._config = config
         self._agenda = agenda
         self._outbox = outbox
@@ -141,7 +143,8 @@ class Lane:
 
     @property
     def has_generations(self) -> bool:
-        return bool(self.scheduler.running)
+        """Whether any has tokens to compute."""
+        return any(sequence.has_tokens for sequence in self.scheduler.running)
 
     @property
     def is_exporting(self) -> bool:
@@ -165,9 +168,13 @@ class Lane:
         parts = self.scheduler.generation_parts(most)
         return Work(partial(self.steps.generate, parts), lambda: [part.owner for part in parts])
 
-    def collect_work(self) -> Work | None:
-        """What is left to do of `generation_work` when the host has done what else it had to."""
-        return self.steps.collect()
+    def collect_work(self, *, is_last: bool) -> Work | None:
+        """What is left to do of a step of generations when the host has done what else it had to.
+
+        Args:
+            is_last: as in `Steps.collect`.
+        """
+        return self.steps.collect(is_last=is_last)
 
     def fill_work(self, *, shared: bool) -> Work:
         """`shared`: a generation waits for this step to end."""
@@ -220,6 +227,9 @@ class Lane:
             sequence.leave_run(self.continuations)
             self._leave(sequence)
             self._outbox.finish(sequence, sequence.result(reason, now))
+            return
+        if sequence.run is not None and sequence.is_ahead:
+            sequence.resolve()
             return
         while sequence.run is not None and sequence.needs_block and not self.residency.fits((), 1):
             self.scheduler.interrupt_last()

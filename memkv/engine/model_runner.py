@@ -23,6 +23,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel) -> None:
         self._module = model.module
         self._layers = layer_attention(model.spec, model.device)
+        self.runs_ahead = torch.device(model.device).type == "cuda"  # nobody waits for a pass to end
         self.device = torch.empty(0, device=model.device).device  # "cuda" has no index, its tensors have
         self._graphs = StepGraphs(self._pass, model.spec.num_heads) if self.device.type == "cuda" else None
 
@@ -38,13 +39,18 @@ class ModelRunner:
             if found is not None:
                 return found
         rows = np.array(batch.logit_rows, dtype=np.int64)
-        of_tokens = (batch.token_ids, np.concatenate(batch.positions), batch.slots, rows)
-        ids, positions, slots, logit_rows, *planned = to_device([*of_tokens, *host.values()], self.device)
+        of_tokens = (batch.token_ids, np.concatenate(batch.positions), batch.slots, batch.sources, rows)
+        ids, positions, slots, sources, logit_rows, *planned = to_device(
+            [*of_tokens, *host.values()], self.device
+        )
+        fed = torch.cat(batch.fed) if batch.fed else ids[:0]
         plan = AttentionPlan.of_arrays(host, dict(zip(host, planned, strict=True)))
         plan.validate(kv_cache.num_blocks, kv_cache.layout.block_size)
         num_layers = kv_cache.layout.num_layers
         masses = [MassRequest(look.entries, look.request.layer_indices(num_layers)) for look in batch.looks]
-        return self._pass(StepTensors(ids, positions, slots, logit_rows, plan, masses), kv_cache)
+        return self._pass(
+            StepTensors(ids, positions, slots, sources, fed, logit_rows, plan, masses), kv_cache
+        )
 
     def _pass(self, step: StepTensors, kv_cache: KVCache) -> StepResult:
         context = StepContext(
@@ -55,7 +61,10 @@ class ModelRunner:
             block_mass_layers=frozenset(layer for wanted in step.masses for layer in wanted.layers),
         )
         rows = step.logit_rows if len(step.logit_rows) else None
-        logits = forward(self._module, step.token_ids, step.positions, context, rows)
+        ids = step.token_ids
+        if len(step.fed):  # of logits that are no numbers a negative one was sampled
+            ids = ids.where(step.sources < 0, step.fed[step.sources.clamp_min(0)].clamp_min(0))
+        logits = forward(self._module, ids, step.positions, context, rows)
         masses = []
         for wanted in step.masses:
             of_layers = [context.block_mass[layer][:, wanted.entries].sum(dim=0) for layer in wanted.layers]

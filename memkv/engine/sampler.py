@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 
 import numpy as np
 import torch
@@ -62,16 +61,16 @@ class Sampling:
         _require(valid_stop, "stop", self.stop, f"at most {_MAX_STOPS} texts, none of them empty")
 
 
-def sample(logits: Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> Tensor:
+def sample(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[Callable[[], float]]) -> Tensor:
     """The next token of each row, on the logits' device and without waiting for it.
 
-    A row that is not greedy is drawn by inverting its cumulated probabilities at one number of its own
-    generator, row by row: its neighbours cannot change what it draws.
+    A row that is not greedy is drawn by inverting its cumulated probabilities at a number of its own: its
+    neighbours cannot change what it draws.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
         samplings: of each row.
-        randoms: of each row; untouched where the row is greedy.
+        draws: of each row, for a number in [0, 1); not called where the row is greedy.
 
     Returns:
         int64 [num_rows]; -1 where a row has no finite maximum.
@@ -81,7 +80,7 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], randoms: Sequence[Rand
     cut = [row for row in drawn if samplings[row].top_k or samplings[row].top_p < 1]
     for rows, draw in ((cut, _draw_from_likeliest), ([row for row in drawn if row not in cut], _draw)):
         if rows:
-            settings = [_settings(samplings[row], logits.shape[1], randoms[row].random()) for row in rows]
+            settings = [_settings(samplings[row], logits.shape[1], draws[row]()) for row in rows]
             host = (np.array(rows), np.array(settings, dtype=np.float64))
             index, moved = to_device(host, logits.device)
             tokens[index] = draw(logits[index].float(), moved)

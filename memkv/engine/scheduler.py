@@ -164,8 +164,9 @@ class Scheduler:
             prompt_budget: tokens of prompts, at most.
         """
         budget = self._config.max_batch_tokens
-        answering = [each for each in self.running if each.is_answering]
-        prompts = [each for each in self.running if not each.is_answering]
+        running = [each for each in self.running if each.has_tokens]
+        answering = [each for each in running if each.is_answering]
+        prompts = [each for each in running if not each.is_answering]
         parts = [each.part(1) for each in answering[:budget]]
         budget = min(budget - len(parts), prompt_budget)
         for sequence in prompts:

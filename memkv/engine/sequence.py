@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from random import Random
 
@@ -57,7 +58,6 @@ class Sequence:
         self.request, self.placement = request, self.asked.placement
         self.source = source
         self.generation = generation
-        self.random = Random(request.sampling.seed)
         self.since = now  # submitted
         self.deadline = now + (queue_seconds if request.queue_seconds is None else request.queue_seconds)
         self.is_finished = False
@@ -73,6 +73,10 @@ class Sequence:
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logit_positions: list[int] = []
+        self._random = Random(request.sampling.seed)
+        self._numbers: list[float] = []  # drawn, one for each token of its answer
+        self._sampled: deque[tuple[Tensor, int]] = deque()  # tokens on the device that are still to come
+        self._num_grown = 0  # tokens of its answer that have a place in its run
         self._order = tuple(range(len(request.chunks)))
         self._open_at = self._num_continued = 0
         self._mass: BlockMass | None = None  # what its look has measured
@@ -118,7 +122,12 @@ class Sequence:
     @property
     def is_answering(self) -> bool:
         """Whether its next step is one more token of its answer."""
-        return len(self._token_ids) > self._num_resumed
+        return len(self._token_ids) + len(self._sampled) > self._num_resumed
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there is anything to compute before it gets another token."""
+        return self.run is not None and self.run.remaining > 0
 
     @property
     def needs_block(self) -> bool:
@@ -190,6 +199,8 @@ class Sequence:
         self._num_interrupted += 1
         self.deadline = float("inf")
         self.run = self.look = None
+        self._sampled.clear()
+        self._forget_logits()
         if not self._token_ids:
             self._logits.clear()
             self._logit_positions.clear()
@@ -198,9 +209,13 @@ class Sequence:
         """At its end: what it computed last, behind a context that was exact throughout, outlives it."""
         if not (self.leaves_run and self.placement.is_exact) or self.run is None:
             return
-        assert self.run.remaining == 0, "bug: an answer ended before it was computed"
-        last = self.run.table.segments[-1]
         answered = self._token_ids[self._num_resumed :]
+        last = self.run.table.segments[-1]
+        num_ahead = self._num_grown - (len(answered) - 1)  # its last token and what would have come behind it
+        assert self.run.remaining <= num_ahead, "bug: an answer ended before it was computed"
+        num_tokens = last.num_tokens - num_ahead
+        blocks = last.blocks[: -(-num_tokens // self.run.table.block_size)]
+        last = replace(last, num_tokens=num_tokens, blocks=blocks)
         ids = np.concatenate((self.request.prompt_ids, answered), dtype=np.int64)
         if continuations.keep(self.origin, ids, last, self._open_at):
             left = set(last.blocks)
@@ -223,7 +238,8 @@ class Sequence:
         if self.look is not None:
             return Part(self, run, count, look=self.look.wanted, look_rows=self.look.rows_of(count, left))
         if self.is_answering:
-            return Part(self, run, count, num_logits=1)
+            is_known = run.done - run.first_count < len(self._token_ids) - self._num_resumed
+            return Part(self, run, count, num_logits=1, fed=None if is_known else self._sampled[-1])
         return Part(self, run, count, max(0, min(count, max(1, self.request.keep_logits) - left)))
 
     def keep(self, logits: Tensor, positions: Int64s) -> None:
@@ -232,8 +248,28 @@ class Sequence:
             self._logits.append(logits.float())
             self._logit_positions.extend(positions.tolist())
 
+    def number(self) -> float:
+        """In [0, 1), to draw its next token by; the same whenever it comes to that token."""
+        index = len(self._token_ids) + len(self._sampled)
+        while len(self._numbers) <= index:
+            self._numbers.append(self._random.random())
+        return self._numbers[index]
+
+    def sampled(self, tokens: Tensor, row: int) -> None:
+        """Its next token is on the device, and comes to `accept` later."""
+        self._sampled.append((tokens, row))
+
+    def go_ahead(self, residency: Residency) -> None:
+        """Makes room for the key of a token that it does not know yet, where it is sure to need it."""
+        most = self.request.sampling.max_tokens
+        if len(self._token_ids) + len(self._sampled) < most and not (
+            self.needs_block and not residency.fits((), 1)
+        ):
+            self._grow(0, residency)
+
     def accept(self, token_id: int, now: float) -> tuple[TokenEvent, FinishReason | None]:
         """Adds a sampled token; without a reason to finish, `grow` follows, unless it is interrupted."""
+        self._sampled.popleft()
         if self._first_token is None:
             self._first_token = now
         self._token_ids.append(token_id)
@@ -253,14 +289,36 @@ class Sequence:
         self._text.append(text)
         return TokenEvent(token_id, text), reason
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there is room for the key of its last token."""
+        return self._num_grown >= len(self._token_ids) - self._num_resumed
+
+    def resolve(self) -> None:
+        """Puts its last token where room was made for it."""
+        assert self.run is not None
+        self.run.resolve(len(self._token_ids) - self._num_resumed - 1, self._token_ids[-1])
+
     def grow(self, residency: Residency) -> None:
         """Makes room for the key of its last token. Raises `PoolExhausted` where that takes a block."""
+        self._grow(self._token_ids[-1], residency)
+
+    def _grow(self, token_id: int, residency: Residency) -> None:
         assert self.run is not None
         blocks = residency.allocate(1) if self.needs_block else []
         self._private.extend(blocks)
-        self.run.append(self._token_ids[-1], blocks)
+        self.run.append(token_id, blocks)
+        self._num_grown += 1
+
+    def _forget_logits(self) -> None:
+        """Those behind tokens that were computed ahead, and are not part of its answer."""
+        last = self.asked.request.prompt_tokens + max(len(self._token_ids), 1) - 2
+        while self._logit_positions and self._logit_positions[-1] > last:
+            self._logit_positions.pop()
+            self._logits.pop()  # each of its own
 
     def result(self, reason: FinishReason, now: float) -> GenerationResult:
+        self._forget_logits()
         return GenerationResult(
             token_ids=list(self._token_ids),
             text="".join(self._text),
@@ -279,6 +337,7 @@ class Sequence:
         table = self.placement.table(blocks, self._private)
         room = self.request.sampling.max_tokens - 1
         self.run = TokenRun.of_private(table, self.request.prompt_ids, room)
+        self._num_grown = 0
 
     def _usage(self) -> Usage:
         prompt = self.asked.request.prompt_tokens

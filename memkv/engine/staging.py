@@ -33,6 +33,14 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     ]
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A tensor in host memory; a GPU's copy of it is not waited for."""
+    if tensor.device.type == "cpu":
+        return tensor
+    target = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
 class StaticArrays:
     """Tensors that stay where they are and get new contents by one copy, as a CUDA graph wants them.
 

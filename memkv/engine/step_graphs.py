@@ -27,8 +27,11 @@ from memkv.kernels import AttentionPlan, cuda
 
 _log = logging.getLogger(__name__)
 
-_ROWS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_LEAST_PROMPT, _LEAST_SEGMENTS, _LEAST_ENTRIES = 16, 16, 256
+_ANSWERS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows that graphs have
+_PROMPT = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+_SEGMENTS = (16, 128, 1024, 8192)
+_ENTRIES = (256, 2048, 16_384, 131_072)
+_MOST_TOKENS = _ANSWERS[-1] + _PROMPT[-1]
 _MOST_GRAPHS = 64  # of one engine; the one that was used least lately goes
 
 Run = Callable[[StepTensors, KVCache], StepResult]
@@ -42,7 +45,7 @@ class GraphShape:
         answers: sequences of one row.
         prompt: rows of the sequence behind them; 0 without one.
         segments, entries: of the block tables.
-        logits: rows whose logits are returned.
+        logits: whether a row of each sequence is wanted.
         layers: whose attention mass is wanted.
         shares: whether answers may read blocks together.
     """
@@ -51,7 +54,7 @@ class GraphShape:
     prompt: int
     segments: int
     entries: int
-    logits: int
+    logits: bool
     layers: tuple[int, ...]
     shares: bool
 
@@ -60,9 +63,13 @@ class GraphShape:
         return self.answers + self.prompt
 
     @property
+    def num_seqs(self) -> int:
+        return self.answers + bool(self.prompt)
+
+    @property
     def query_start(self) -> Int32s:
-        """[num sequences + 1]"""
-        starts = np.arange(self.answers + 1 + bool(self.prompt), dtype=np.int32)
+        """[num_seqs + 1]"""
+        starts = np.arange(self.num_seqs + 1, dtype=np.int32)
         starts[-1] = self.num_rows
         return starts
 
@@ -72,21 +79,19 @@ def shape_of(
 ) -> GraphShape | None:
     """None where no graph is made for such a batch: many tokens, two prompts, a prompt that looks in part."""
     answers, prompt = _split(batch)
-    sizes = [len(each) for each in batch.positions]
-    num_logits = len(batch.logit_rows)
-    if any(size > 1 for size in sizes[:-1]) or max(answers, prompt, num_logits) > _ROWS[-1]:
+    if any(len(each) > 1 for each in batch.positions[:-1]) or len(batch.logit_rows) > answers + bool(prompt):
         return None
-    if len(batch.looks) > 1 or (batch.looks and not prompt) or num_logits > answers + bool(prompt):
+    if len(batch.looks) > 1 or (batch.looks and not prompt):
         return None
-    return GraphShape(
-        answers=_room(answers),
-        prompt=_room(max(prompt, _LEAST_PROMPT)) if prompt else 0,
-        segments=_power(len(host["segments"]), _LEAST_SEGMENTS),
-        entries=_power(len(host["block_ids"]), _LEAST_ENTRIES),
-        logits=_room(num_logits),
-        layers=layers,
-        shares=shares,
+    rooms = (
+        _room(answers, _ANSWERS),
+        _room(prompt, _PROMPT),
+        _room(len(host["segments"]), _SEGMENTS),
+        _room(len(host["block_ids"]), _ENTRIES),
     )
+    if None in rooms:
+        return None
+    return GraphShape(*rooms, logits=bool(batch.logit_rows), layers=layers, shares=shares)  # type: ignore[arg-type]
 
 
 def padded(batch: Batch, host: dict[str, Int32s], shape: GraphShape) -> dict[str, np.ndarray]:
@@ -109,6 +114,7 @@ def padded(batch: Batch, host: dict[str, Int32s], shape: GraphShape) -> dict[str
         "token_ids": of_rows(batch.token_ids, 0, np.int64),
         "positions": of_rows(positions, 0, np.int64),
         "slots": of_rows(batch.slots, -1, np.int64),
+        "sources": of_rows(batch.sources, -1, np.int64),
         "logit_rows": rows[batch.logit_rows],
         "query_start": shape.query_start,
         "query_position": of_rows(positions, -1, np.int32),
@@ -131,6 +137,7 @@ class StepGraphs:
         self._num_heads = num_heads
         self._graphs: OrderedDict[tuple[KVCache, GraphShape], _Graph] = OrderedDict()
         self._pool: Any = None  # memory that lasts for a replay, shared by all
+        self._stream: Any = None  # where they are captured
         self._fails = False
 
     def run(self, batch: Batch, host: dict[str, Int32s], kv_cache: KVCache) -> StepResult | None:
@@ -142,7 +149,9 @@ class StepGraphs:
         Raises:
             KernelArgumentError: a block id is outside the cache.
         """
-        if self._fails or batch.num_tokens > 2 * _ROWS[-1] or not cuda.serves_cache(kv_cache.layer(0)[0]):
+        if self._fails or batch.num_tokens > _MOST_TOKENS or not cuda.serves_cache(kv_cache.layer(0)[0]):
+            return None
+        if sum(map(len, batch.fed)) > _MOST_TOKENS:
             return None
         layout = kv_cache.layout
         plan = AttentionPlan.of_arrays(host, {name: torch.from_numpy(array) for name, array in host.items()})
@@ -171,8 +180,9 @@ class StepGraphs:
     def _capture(self, arrays: dict[str, np.ndarray], shape: GraphShape, kv_cache: KVCache) -> _Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(kv_cache.device)  # type: ignore[no-untyped-call]
         graph = _Graph(shape, kv_cache)
-        graph.capture(arrays, self._run, self._pool)
+        graph.capture(arrays, self._run, self._pool, self._stream)
         return graph
 
 
@@ -181,14 +191,15 @@ class _Graph:
 
     def __init__(self, shape: GraphShape, kv_cache: KVCache) -> None:
         self._kv_cache = kv_cache
-        num_seqs, rows = len(shape.query_start) - 1, shape.num_rows
+        num_seqs, rows = shape.num_seqs, shape.num_rows
         int64, int32 = torch.int64, torch.int32
         self._inputs = StaticArrays(
             {
                 "token_ids": (int64, (rows,)),
                 "positions": (int64, (rows,)),
                 "slots": (int64, (rows,)),
-                "logit_rows": (int64, (shape.logits,)),
+                "sources": (int64, (rows,)),
+                "logit_rows": (int64, (num_seqs if shape.logits else 0,)),
                 "query_start": (int32, (num_seqs + 1,)),
                 "query_position": (int32, (rows,)),
                 "segment_start": (int32, (num_seqs + 1,)),
@@ -198,7 +209,9 @@ class _Graph:
             kv_cache.device,
         )
         tensors = dict(self._inputs.tensors)
-        of_rows = {name: tensors.pop(name) for name in ("token_ids", "positions", "slots", "logit_rows")}
+        names = ("token_ids", "positions", "slots", "sources", "logit_rows")
+        of_rows = {name: tensors.pop(name) for name in names}
+        self._fed = torch.zeros(_MOST_TOKENS, dtype=int64, device=kv_cache.device)
         plan = AttentionPlan.of_changing(
             shape.query_start,
             tensors,
@@ -207,22 +220,36 @@ class _Graph:
             may_share=shape.shares,
         )
         masses = [MassRequest(slice(None), shape.layers)] if shape.layers else []
-        self._step = StepTensors(**of_rows, plan=plan, masses=masses)
+        self._step = StepTensors(**of_rows, fed=self._fed, plan=plan, masses=masses)
         self._graph = torch.cuda.CUDAGraph()
         self._result = StepResult(None)
 
-    def capture(self, arrays: dict[str, np.ndarray], run: Run, pool: Any) -> None:
-        """Runs the pass once, for what is made at first use, then captures it. `arrays`: any that fit."""
+    def capture(self, arrays: dict[str, np.ndarray], run: Run, pool: Any, stream: Any) -> None:
+        """Runs the pass once, for what is made at first use, then captures it. `arrays`: any that fit.
+
+        `torch.cuda.graph` would do it too, and first give all unused memory back to the driver, which takes
+        longer than all the rest.
+        """
         self._inputs.fill(arrays)
         run(self._step, self._kv_cache)
         self._step.plan.refresh()
-        capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-        with capture:  # other threads may use the GPU meanwhile
-            self._result = run(self._step, self._kv_cache)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(
+                pool, capture_error_mode="thread_local"
+            )  # others may use the GPU meanwhile
+            try:
+                self._result = run(self._step, self._kv_cache)
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self, arrays: dict[str, np.ndarray], batch: Batch) -> StepResult:
         """The results are copies: the next replay of any graph writes over its own."""
         self._inputs.fill(arrays)
+        if batch.fed:
+            fed = torch.cat(batch.fed) if len(batch.fed) > 1 else batch.fed[0]
+            self._fed[: len(fed)].copy_(fed)
         self._graph.replay()
         logits = self._result.logits
         return StepResult(
@@ -237,10 +264,6 @@ def _split(batch: Batch) -> tuple[int, int]:
     return (len(batch.positions), 0) if last == 1 else (len(batch.positions) - 1, last)
 
 
-def _room(count: int) -> int:
-    return next(room for room in _ROWS if room >= count)
-
-
-def _power(count: int, least: int) -> int:
-    """The power of two that has room for so many."""
-    return max(least, 1 << (count - 1).bit_length())
+def _room(count: int, rooms: tuple[int, ...]) -> int | None:
+    """The least of them that is enough."""
+    return next((room for room in rooms if room >= count), None)

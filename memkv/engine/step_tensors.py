@@ -24,6 +24,8 @@ class StepTensors:
 
     Attributes:
         token_ids, positions, slots: int64 [total].
+        sources: int64 [total], rows of `fed` that stand in the place of token ids; -1 where they do not.
+        fed: int64 [n], tokens that were sampled and never were on the host.
         logit_rows: int64 [n], rows whose logits are wanted; without rows the head is not run.
         masses: empty, but where a policy looks.
     """
@@ -31,6 +33,8 @@ class StepTensors:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
+    sources: Tensor
+    fed: Tensor
     logit_rows: Tensor
     plan: AttentionPlan
     masses: Sequence[MassRequest] = ()

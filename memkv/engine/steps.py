@@ -3,13 +3,18 @@
 generate   build the batch, run it, sample: submitted to the device, not waited for
 collect    wait for the tokens, hand them out                        the host's time in between is free
 fill       build the batch, run it
+
+Where a device works on its own, the next step of an answer is submitted before the token that it begins with
+has come to the host: the device finds it where it was sampled. What turns out to stand behind the end of an
+answer is not handed out.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,11 +25,13 @@ from memkv.engine.kv_cache import KVCache
 from memkv.engine.model_runner import ModelRunner
 from memkv.engine.pace import Pace
 from memkv.engine.prefill import ChunkFill
+from memkv.engine.residency import Residency
 from memkv.engine.sampler import sample
 from memkv.engine.sequence import Sequence
-from memkv.engine.staging import to_device
+from memkv.engine.staging import to_device, to_host
 from memkv.engine.stats import LaneCounters
 from memkv.engine.stopwatch import Stopwatch
+from memkv.engine.token_run import TokenRun
 from memkv.engine.work import Agenda, Work
 from memkv.errors import ModelError
 
@@ -37,6 +44,7 @@ class Steps:
     """The passes of one lane. Belongs to the engine's thread.
 
     Args:
+        residency: gives blocks to the tokens of answers.
         agenda: takes what follows from a step.
         accept: takes a sampled token.
         choose: called when all of a look was made.
@@ -46,6 +54,7 @@ class Steps:
         self,
         runner: ModelRunner,
         kv_cache: KVCache,
+        residency: Residency,
         agenda: Agenda,
         *,
         accept: Callable[[Sequence, int], None],
@@ -56,10 +65,11 @@ class Steps:
         self.prompt_pace = Pace(_LEAST_PROMPT_TOKENS)
         self._runner = runner
         self._kv_cache = kv_cache
+        self._residency = residency
         self._agenda = agenda
         self._accept = accept
         self._choose = choose
-        self._sampled: tuple[list[Sequence], Tensor] | None = None  # what `collect` waits for
+        self._sampled: deque[_Sampled] = deque()  # what `collect` waits for
         self._watched: deque[tuple[Pace, int, Stopwatch]] = deque()  # steps under way
 
     def generate(self, parts: list[Part[Sequence]]) -> None:
@@ -93,12 +103,18 @@ class Steps:
         if num_prompt >= _LEAST_PROMPT_TOKENS:
             self._watch(self.prompt_pace, num_prompt, watch)
 
-    def collect(self) -> Work | None:
-        """What waits for the tokens of the last step, where it sampled any."""
-        if self._sampled is None:
+    def collect(self, *, is_last: bool) -> Work | None:
+        """What waits for the oldest tokens that were not collected; None without any.
+
+        Args:
+            is_last: False where another step was submitted behind them: then one step's tokens may wait, if
+                the device works on its own.
+        """
+        keep = 1 if self._runner.runs_ahead and not is_last else 0
+        if len(self._sampled) <= keep and not (self._sampled and self._sampled[0].is_here):
             return None
-        (sequences, tokens), self._sampled = self._sampled, None
-        return Work(partial(self._hand_out, sequences, tokens), lambda: sequences)
+        sampled = self._sampled.popleft()
+        return Work(partial(self._hand_out, sampled), lambda: [sequence for sequence, _ in sampled.runs])
 
     def fill(self, parts: list[Part[ChunkFill]]) -> list[ChunkFill]:
         """Submits a step of chunks. Returns those that it completes."""
@@ -132,17 +148,25 @@ class Steps:
         tokens = sample(
             logits,
             [sequence.request.sampling for sequence in sequences],
-            [sequence.random for sequence in sequences],
+            [sequence.number for sequence in sequences],
         )
-        self._sampled = sequences, tokens
+        for row, sequence in enumerate(sequences):
+            sequence.sampled(tokens, row)
+        runs = [(sequence, sequence.run) for sequence in sequences]
+        self._sampled.append(_Sampled(runs, to_host(tokens), Stopwatch(self._runner.device)))
+        if self._runner.runs_ahead:
+            for sequence in sequences:
+                sequence.go_ahead(self._residency)
 
-    def _hand_out(self, sequences: Iterable[Sequence], tokens: Tensor) -> None:
-        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
-            if not sequence.is_finished:  # cancelled meanwhile
-                accept = partial(self._accept_finite, sequence, token)
-                self._agenda.follow(Work(accept, partial(_only, sequence)))
+    def _hand_out(self, sampled: _Sampled) -> None:
+        sampled.watch.wait()
+        for (sequence, run), token in zip(sampled.runs, sampled.tokens.tolist(), strict=True):
+            accept = partial(self._accept_finite, sequence, run, token)
+            self._agenda.follow(Work(accept, partial(_only, sequence)))
 
-    def _accept_finite(self, sequence: Sequence, token: int) -> None:
+    def _accept_finite(self, sequence: Sequence, run: TokenRun | None, token: int) -> None:
+        if sequence.is_finished or sequence.run is not run:  # cancelled meanwhile, or interrupted
+            return
         if token < 0:
             raise ModelError(
                 "the model's logits are not finite numbers", hint="load the weights in a wider dtype"
@@ -156,6 +180,19 @@ class Steps:
         while self._watched and (len(self._watched) > 1 or self._watched[0][2].is_over):
             pace, num_tokens, watch = self._watched.popleft()
             pace.observe(num_tokens, watch.seconds())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Tokens on their way to the host, the sequences they belong to, and the runs that these had then."""
+
+    runs: list[tuple[Sequence, TokenRun | None]]
+    tokens: Tensor
+    watch: Stopwatch
+
+    @property
+    def is_here(self) -> bool:
+        return self.watch.is_over
 
 
 def _only(sequence: Sequence) -> tuple[Sequence]:

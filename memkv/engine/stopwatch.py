@@ -25,6 +25,11 @@ class Stopwatch:
         """Whether the device is done with it."""
         return all(event.query() for event in self._events)
 
+    def wait(self) -> None:
+        """Until the device is done with what came before the last note."""
+        for event in self._events[-1:]:
+            event.synchronize()
+
     def seconds(self) -> float:
         """Waits until the device is done."""
         if not self._events:

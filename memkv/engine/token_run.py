@@ -25,6 +25,9 @@ class TokenRun:
         token_ids: [num_tokens].
         positions: [num_tokens], ascending, in private segments of the table.
         room: how many tokens may be appended.
+
+    Attributes:
+        first_count: of tokens, before any was appended.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class TokenRun:
     ) -> None:
         self.table = table
         self.done = 0
-        self._count = len(token_ids)
+        self._count = self.first_count = len(token_ids)
         blocks = [segment.blocks for segment in table.segments]
         first = [0, *itertools.accumulate(map(len, blocks))]
         self._num_entries = first.pop()
@@ -108,6 +111,10 @@ class TokenRun:
         slot = int(self._entries[self._num_entries - 1]) * self.table.block_size + offset
         self._tokens[:, self._count] = token_id, position, slot
         self._count += 1
+
+    def resolve(self, index: int, token_id: int) -> None:
+        """Says which token the one is that was appended at `index`."""
+        self._tokens[0, self.first_count + index] = token_id
 
     def _slots_of(self, positions: Int64s) -> Int64s:
         starts = self._segments[:, 2]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from memkv.engine.batch import Batch, BatchLook, VisibleTable
 from memkv.engine.kv_cache import KVCache
 from memkv.engine.model_runner import StepResult
 from memkv.engine.residency import ChunkRef
+from memkv.engine.steps import _Sampled
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 from memkv.model.support import ModelSpec
@@ -125,12 +127,20 @@ def fake_answer(prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps end as late as they may: when the next one has been submitted, or there is none."""
+    monkeypatch.setattr(FakeRunner, "runs_ahead", True)
+    monkeypatch.setattr(_Sampled, "is_here", False)
+
+
 class FakeRunner:
     """Stores each token's id and position as its key and value; answers with a hash of all that a row sees.
 
     A block that is foreign, stale, unwritten or at a wrong place changes the answer, or is found at once.
     `before` may wait or raise at the start of each step.
     """
+
+    runs_ahead = False  # as a GPU, which samples the token that the next step begins with; see conftest.py
 
     def __init__(self, model: Any = None) -> None:
         self.device = torch.device("cpu")
@@ -141,6 +151,9 @@ class FakeRunner:
     def run(self, batch: Batch, kv_cache: KVCache) -> StepResult:
         if self.before is not None:
             self.before(batch)
+        if batch.fed:
+            fed = np.concatenate([tokens.numpy() for tokens in batch.fed])
+            batch.token_ids[:] = np.where(batch.sources < 0, batch.token_ids, fed[batch.sources])
         self.batches.append(batch)
         for table, of_owner in zip(batch.tables, batch.positions, strict=True):
             ends = table.segments[:, 1] + table.segments[:, 2]

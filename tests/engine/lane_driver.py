@@ -157,12 +157,19 @@ class Driver:
         self.outbox.take_finished()
         self.outbox.send()
 
+    def collect(self, *, is_last: bool) -> bool:
+        collect = self.lane.collect_work(is_last=is_last)
+        if collect is not None:
+            self.do(collect)
+        return collect is not None
+
     def step(self, kind: str = "") -> bool:
         self.settle()
         if self.lane.has_generations and kind != "fill":
             self.do(self.lane.generation_work())
-            if (collect := self.lane.collect_work()) is not None:
-                self.do(collect)
+            self.collect(is_last=False)
+        elif self.collect(is_last=True):
+            pass
         elif self.lane.has_fills and kind != "generation":
             self.do(self.lane.fill_work(shared=False))
         elif self.lane.is_exporting:

@@ -17,6 +17,8 @@ from memkv.engine.request import GenerateRequest
 from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select
 from memkv.engine.sampler import Sampling
 from memkv.kernels import cuda
+from memkv.model.attention import ATTENTION_NAME
+from memkv.model.compilation import uncompiled
 from memkv.model.loader import LoadedModel
 
 HAS_GPU = torch.cuda.is_available() and cuda.built()
@@ -98,21 +100,43 @@ def test_graphs_give_what_passes_without_them_give(model: LoadedModel, engine: E
         assert_same(one, other, model.module.dtype)
 
 
+@torch.inference_mode()
+def expected_logits(model: LoadedModel, request: GenerateRequest, result: GenerationResult) -> torch.Tensor:
+    """transformers', behind the prompt and each token of the answer but the last."""
+    row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]], device="cuda")
+    model.module.set_attn_implementation("sdpa")
+    try:
+        with uncompiled(model):
+            logits: torch.Tensor = model.module(row, use_cache=False, logits_to_keep=NEW_TOKENS).logits[0]
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+    return logits.float()
+
+
 def test_the_engine_gives_what_transformers_gives(model: LoadedModel, engine: Engine) -> None:
     prompts, source = RandomPrompts(VOCAB_SIZE, seed=2), MemorySource()
     request = replace(requests_of(prompts, 1)[0], reuse="off")
     result = engine.generate(request, source).result(120)
+    expected = expected_logits(model, request, result)
     assert result.logits is not None
-    row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]], device="cuda")
-    module = model.module
-    module.set_attn_implementation("sdpa")
-    try:
-        with torch.inference_mode():
-            expected = module(row, use_cache=False, logits_to_keep=NEW_TOKENS).logits[0].float()
-    finally:
-        module.set_attn_implementation("memkv")
-    error = float((result.logits.cuda() - expected).abs().max())
-    assert error <= (2e-2 if module.dtype == torch.float32 else 0.1) * float(expected.abs().max())
+    error = float((result.logits - expected).abs().max())
+    assert error <= (2e-2 if model.module.dtype == torch.float32 else 0.1) * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("policy", [Exact(), Select(0.4)])
+def test_in_float32_throughout_the_tokens_are_transformers(model: LoadedModel, policy: ReusePolicy) -> None:
+    """The reference kernels, which run without graphs. Of a prompt of one chunk, any policy is exact."""
+    if model.module.dtype != torch.float32:
+        pytest.skip("a model in float32 only")
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=5), MemorySource()
+    with Engine(model, "float32", config()) as engine:
+        for request in requests_of(prompts, 6):
+            request = replace(request, chunks=request.chunks[:1], pieces=(), policy=policy)
+            result = engine.generate(request, source).result(120)
+            expected = expected_logits(model, request, result)
+            assert result.logits is not None
+            assert float((result.logits - expected).abs().max()) <= 1e-3
+            assert result.token_ids == expected.argmax(dim=-1).tolist()
 
 
 def test_64_at_once_give_what_they_give_alone(model: LoadedModel, engine: Engine) -> None:

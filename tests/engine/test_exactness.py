@@ -23,6 +23,7 @@ from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select, parse_policy
 from memkv.engine.sampler import Sampling
+from memkv.engine.steps import _Sampled
 from memkv.model.loader import LoadedModel
 
 # its name changes between the versions of transformers that are served
@@ -209,6 +210,34 @@ def test_company_changes_nothing(load_tiny: Callable[[str], LoadedModel]) -> Non
             assert one.logits is not None and other.logits is not None
             assert float((one.logits - other.logits).abs().max()) <= 1e-4
         engine.check_integrity()
+
+
+def test_steps_that_begin_with_tokens_of_the_device_give_the_same(
+    load_tiny: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, among others that end earlier."""
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=17), MemorySource()
+    chunks = tuple(prompts.chunk(40) for _ in range(2))
+    requests = [
+        replace(
+            request_of(prompts, chunks, 5 + number, Exact()),
+            sampling=Sampling(max_tokens=3 + number, temperature=number % 2, seed=number, ignore_eos=True),
+        )
+        for number in range(8)
+    ]
+    found = []
+    for ahead in (False, True):
+        with Engine(load_tiny("llama"), "float32", config(), poison=True) as engine:
+            if ahead:
+                engine._thread._runner.runs_ahead = True
+                monkeypatch.setattr(_Sampled, "is_here", False)
+            generations = [engine.generate(request, source) for request in requests]
+            found.append([generation.result(60) for generation in generations])
+            engine.check_integrity()
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids and one.logit_positions == other.logit_positions
+        assert one.logits is not None and other.logits is not None
+        assert float((one.logits - other.logits).abs().max()) <= 1e-4
 
 
 def test_half_precision_kv_is_close(load_tiny: Callable[[str], LoadedModel]) -> None:

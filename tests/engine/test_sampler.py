@@ -15,18 +15,18 @@ from memkv.errors import BadRequestError
 
 def draw(logits: torch.Tensor, sampling: Sampling, count: int, seed: int = 1) -> list[int]:
     random = Random(seed)
-    return [int(sample(logits[None], [sampling], [random])) for _ in range(count)]
+    return [int(sample(logits[None], [sampling], [random.random])) for _ in range(count)]
 
 
 def test_greedy_takes_the_best_of_each_row() -> None:
     logits = torch.randn(5, 100, dtype=torch.bfloat16)
     greedy = [Sampling()] * 5
-    assert sample(logits, greedy, [Random(0)] * 5).tolist() == logits.argmax(dim=-1).tolist()
+    assert sample(logits, greedy, [Random(0).random] * 5).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_greedy_draws_no_random_number() -> None:
     random = Random(3)
-    sample(torch.randn(1, 100), [Sampling()], [random])
+    sample(torch.randn(1, 100), [Sampling()], [random.random])
     assert random.random() == Random(3).random()
 
 
@@ -80,18 +80,18 @@ def test_neighbours_change_nothing() -> None:
         Sampling(temperature=2.0, top_k=100, top_p=0.5),
         Sampling(temperature=1.0),
     ]
-    together = sample(logits, samplings, [Random(i) for i in range(6)])
+    together = sample(logits, samplings, [Random(i).random for i in range(6)])
     for row in reversed(range(6)):
-        alone = sample(logits[row : row + 1], [samplings[row]], [Random(row)])
+        alone = sample(logits[row : row + 1], [samplings[row]], [Random(row).random])
         assert alone.tolist() == [together[row]]
 
 
 def test_of_tokens_that_are_equally_likely_neighbours_change_nothing() -> None:
     logits = torch.randint(0, 3, (4, 5000)).bfloat16()
     samplings = [Sampling(temperature=1.0, top_k=top_k, top_p=0.9) for top_k in (10, 100, 1000, 0)]
-    together = sample(logits, samplings, [Random(i) for i in range(4)])
+    together = sample(logits, samplings, [Random(i).random for i in range(4)])
     for row in range(4):
-        alone = sample(logits[row : row + 1], [samplings[row]], [Random(row)])
+        alone = sample(logits[row : row + 1], [samplings[row]], [Random(row).random])
         assert int(alone) == together[row]
 
 
@@ -109,7 +109,7 @@ def test_a_row_that_is_not_finite_gives_no_token_and_spares_the_others(
 ) -> None:
     logits = torch.randn(3, 50)
     logits[1, 20] = value
-    first, second, third = sample(logits, [sampling] * 3, [Random(0) for _ in range(3)]).tolist()
+    first, second, third = sample(logits, [sampling] * 3, [Random(0).random for _ in range(3)]).tolist()
     assert first >= 0 and second == -1 and third >= 0
 
 

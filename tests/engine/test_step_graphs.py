@@ -75,9 +75,9 @@ def test_what_gets_a_graph() -> None:
     sequences = Sequences()
     one, prompt, other = sequences.part(1), sequences.part(40, ()), sequences.part(20, ())
     for parts, expected in (
-        ([one], GraphShape(1, 0, 16, 256, 1, (), shares=False)),
-        ([one, prompt], GraphShape(1, 48, 16, 256, 2, (), shares=False)),
-        ([other], GraphShape(0, 24, 16, 256, 1, (), shares=False)),
+        ([one], GraphShape(1, 0, 16, 256, True, (), False)),
+        ([one, prompt], GraphShape(1, 64, 16, 256, True, (), False)),
+        ([other], GraphShape(0, 32, 16, 256, True, (), False)),
         ([prompt, other], None),
         ([prompt, one], None),
     ):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import FakeRunner, MemorySource, RandomPrompts, config, fake_answer, fake_model
+from engine_harness import FakeRunner, MemorySource, RandomPrompts, config, fake_answer, fake_model, run_ahead
 from lane_driver import SIZE, Driver
 from test_engine import request_of
 
@@ -107,3 +107,39 @@ def test_a_row_without_finite_logits_fails_alone() -> None:
     driver.finish(good)
     assert bad.generation.finish_reason == "error"
     driver.assert_idle()
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    run_ahead(monkeypatch)
+    driver = Driver(num_blocks=32)
+    driver.prompts.prefix = ChunkRef("prefix", (), ())
+    return driver
+
+
+def test_a_step_begins_with_a_token_that_only_the_device_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step is submitted ahead of the tokens that were handed out, and no more."""
+    driver = ahead(monkeypatch)
+    sequence = driver.submit(tail=10, max_tokens=6)
+    counts = []
+    while not sequence.is_finished:
+        driver.step()
+        counts.append((len(driver.runner.batches), sequence.num_generated))
+    assert counts == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 5), (6, 6)]
+    assert [batch.sources.tolist() for batch in driver.runner.batches[1:]] == [[0]] * 5
+    assert sequence.generation.result(1).token_ids == fake_answer(sequence.asked.request.prompt_ids, 6)
+
+
+def test_what_was_computed_behind_the_end_of_an_answer_is_no_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = ahead(monkeypatch)
+    sequence = driver.sequence(tail=10, max_tokens=9, keep_logits=1)
+    answer = fake_answer(sequence.asked.request.prompt_ids, 9)
+    sequence._eos_token_ids = (answer[4],)
+    driver.lane.submit(sequence)
+    driver.run()
+    result = sequence.generation.result(1)
+    assert result.finish_reason == "stop" and result.token_ids == answer[:5]
+    assert result.logits is not None and result.logits.argmax(dim=-1).tolist() == answer[:5]
+    assert result.logit_positions == (9, 10, 11, 12, 13)
+    assert len(driver.runner.batches) == 6  # the prompt, four tokens, and one that nobody gets

@@ -156,6 +156,7 @@ class FakeRunner:
 
     def __init__(self, model: LoadedModel, salt: str | None = None) -> None:
         self.device = torch.device("cpu")
+        self.runs_ahead = False
         digest = hashlib.blake2b((model.weights_digest if salt is None else salt).encode(), digest_size=8)
         self._salt = np.uint64(int.from_bytes(digest.digest(), "little"))
         tokenizer = model.tokenizer
