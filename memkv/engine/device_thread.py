@@ -189,12 +189,14 @@ class DeviceThread:
             self._agenda.wait(max(0.0, deadline - time.monotonic()))
 
     def _prepare(self) -> None:
-        while (work := self._agenda.next_posted()) is not None:
-            self._do(work)
-        now = time.monotonic()
-        for lane in self.lanes.values():
-            lane.settle(now)
-        self._follow_up()
+        settled = False
+        while not settled:  # what follows may let somebody run
+            while (work := self._agenda.next_posted()) is not None:
+                self._do(work)
+            now = time.monotonic()
+            for lane in self.lanes.values():
+                lane.settle(now)
+            settled = not self._follow_up()
 
     def _step(self) -> bool:
         """One step of the lane and kind whose turn it is; False where there is nothing to compute."""
@@ -230,9 +232,13 @@ class DeviceThread:
         self._follow_up()
         return bool(exporting)
 
-    def _follow_up(self) -> None:
-        while (work := self._agenda.next_follow_up()) is not None:
+    def _follow_up(self) -> bool:
+        """Whether there was anything to do."""
+        work = first = self._agenda.next_follow_up()
+        while work is not None:
             self._do(work)
+            work = self._agenda.next_follow_up()
+        return first is not None
 
     def _do(self, work: Work) -> None:
         """The top of everything that a request can make fail."""

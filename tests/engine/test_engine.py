@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from engine_harness import (
 
 from memkv.engine.engine import Engine
 from memkv.engine.generation import Generation, TokenEvent
+from memkv.engine.kv_cache import Export
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Map
@@ -585,3 +587,14 @@ def test_work_that_a_closing_engine_leaves_undone_ends_with_an_error(make_engine
         assert not thread.is_alive()
     assert len(outcomes) == 2
     assert all(outcome in (None, 5) or isinstance(outcome, EngineClosed) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3, 4, 5])
+def test_a_chunk_that_reaches_the_host_between_two_steps_lets_those_run_who_wait(
+    engine: Engine, prompts: RandomPrompts, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the copy ends: looked for that many times."""
+    seen = itertools.count(1)
+    monkeypatch.setattr(Export, "is_over", property(lambda export: next(seen) >= looks))
+    request = request_of(prompts, prompts.chunk(40), max_tokens=3)
+    assert len(engine.generate(request, MemorySource()).result(10).token_ids) == 3
