@@ -40,7 +40,8 @@ from memkv.text.chunker import TextChunk
 
 _log = structlog.get_logger(__name__)
 
-_EMBED_TEXTS = 2  # between two steps of the engine: an answer under way waits for no more
+_TEXTS = 32  # embedded at once
+_TEXTS_BETWEEN_STEPS = 2  # where the engine computes on the same cores: an answer under way waits for no more
 _BATCHES = 3  # under way: one is computed, one is written, and the next one waits for the engine
 
 # What torch, numpy and the text's own code raise where a document is more than they can do.
@@ -235,11 +236,12 @@ class Preparation:
         known = self._parts.known_vectors
         vectors: Vectors = {text: known.pop(text) for text in texts if text in known}
         texts = [text for text in texts if text not in vectors]
-        for first in range(0, len(texts), _EMBED_TEXTS):
+        shares_cores = self._parts.model.device == "cpu"
+        size = _TEXTS_BETWEEN_STEPS if shares_cores else _TEXTS
+        for first in range(0, len(texts), size):
             self._stop_if_asked()
-            batch = texts[first : first + _EMBED_TEXTS]
+            batch = texts[first : first + size]
             embed = partial(self._parts.embedder.embed, batch)
-            shares_cores = self._parts.model.device == "cpu"
             found = self._parts.engine.run(embed) if shares_cores else embed()
             vectors.update(zip(batch, found, strict=True))
         return vectors
