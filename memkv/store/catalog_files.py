@@ -96,11 +96,9 @@ class FileStatements(Statements):
         with self._database.read() as connection:
             return _existing_keys(connection, input_keys, tenant=tenant)
 
-    def kv_totals(self, tenant: str | None = None) -> tuple[int, int]:
-        """Files and their bytes, of one tenant or of all."""
+    def kv_totals(self) -> tuple[int, int]:
+        """Files and their bytes, of all tenants."""
         statement = select(func.count(), func.coalesce(func.sum(KVFile.num_bytes), 0))
-        if tenant is not None:
-            statement = statement.where(KVFile.tenant == tenant)
         with self._database.read() as connection:
             files, total = connection.execute(statement).one()
         return files, int(total)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from memkv.errors import BadRequestError, ConfigError
+from memkv.errors import BadRequestError, ConfigError, ServiceUnavailableError
+from memkv.store import archive as archive_module
 from memkv.store.archive import ArchiveReader, ArchiveWriter
 
 MANIFEST = json.dumps({"format_version": 1, "collections": []}).encode()
@@ -150,4 +151,36 @@ def test_a_member_of_more_bytes_than_the_file_is_refused(tmp_path: Path) -> None
     member.size = 1 << 40
     (tmp_path / "a.tar").write_bytes(member.tobuf() + bytes(1024))
     with pytest.raises(BadRequestError):
+        ArchiveReader(tmp_path / "a.tar")
+
+
+def test_what_cannot_be_read_or_named_leaves_no_archive(tmp_path: Path) -> None:
+    """A source that fails, and a file that took the name meanwhile."""
+
+    class Broken:
+        def read(self, size: int) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(ServiceUnavailableError), ArchiveWriter(tmp_path / "a.tar") as archive:
+        archive.add_file(DOCUMENTS, Broken(), 10)
+    writer = ArchiveWriter(tmp_path / "b.tar")
+    writer.add("manifest.json", MANIFEST)
+    (tmp_path / "b.tar").write_text("another's")
+    with pytest.raises(ServiceUnavailableError):
+        writer.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.tar"]
+    assert (tmp_path / "b.tar").read_text() == "another's"
+
+
+def test_too_much_of_anything_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ArchiveReader(write(tmp_path / "a.tar")) as found:
+        monkeypatch.setattr(archive_module, "MAX_LINE_BYTES", 15)
+        assert len(list(found.lines(DOCUMENTS))) == 2
+        monkeypatch.setattr(archive_module, "MAX_LINE_BYTES", 14)
+        with pytest.raises(BadRequestError, match="a line of more than 14 bytes"):
+            list(found.lines(DOCUMENTS))
+        with pytest.raises(BadRequestError, match=r"collections/0007\.jsonl is missing"):
+            list(found.lines("collections/0007.jsonl"))
+    monkeypatch.setattr(archive_module, "MAX_MEMBERS", 3)
+    with pytest.raises(BadRequestError, match="more than 3 members"):
         ArchiveReader(tmp_path / "a.tar")
