@@ -66,7 +66,7 @@ class EngineConfig:
     max_running: int = 64
     queue_seconds: float = 30.0  # how long a request may wait for blocks
     threads: int = 0  # 0: calibrated
-    compile: bool = True  # on a GPU: the model's layers, by torch, in some ten seconds at the first start
+    compile: bool = True  # on a GPU: the model's layers, by torch, in half a minute at the first start
     continuation_share: float = 0.25  # of the pool, at most, for what ended answers leave to later ones
     warm_share: float = 0.25  # of the pool, for what was mapped most, when a memory is opened
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from memkv.config import EngineConfig
 from memkv.engine.engine import Engine
 from memkv.engine.environment import cpu_name, versions
 from memkv.engine.generation import GenerationResult
+from memkv.engine.prefill import PrefillJob
 from memkv.engine.request import GenerateRequest, Reuse
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import parse_policy
@@ -38,6 +40,7 @@ from memkv.model.loader import LoadedModel
 
 Tell = Callable[[str], None]
 TIERS = ("device", "host", "disk")
+_BATCHES_UNDER_WAY = 3
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +51,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int = 64
     question: int = 64
     policies: tuple[str, ...] = ("map", "head:2", "select:0.1")
-    far_policies: tuple[str, ...] = ("map", "select:0.1")  # from the host and from disk too
-    rounds: int = 5
+    far_policies: tuple[str, ...] = ("map", "select:0.1")  # from the host and from disk too,
+    far_most: int = 32_768  # up to so long contexts
+    rounds: int = 5  # a third of them for contexts that are longer than that
     batches: tuple[int, ...] = (1, 8, 64)
     batch_context: int = 8192
     batch_tokens: int = 64  # of each answer
@@ -104,6 +108,7 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
     host_link_gbs: float  # one large copy there
     disk_load_gbs: float  # chunks from disk, verified, to the device
     disk_read_gbs: float  # the same files by a plain parallel read
+    disk_write_gbs: float  # as many bytes as an ingest writes, synced, by a plain parallel write
     ingest_tokens_per_s: float
     forward_tokens_per_s: float
 
@@ -138,6 +143,7 @@ class _Bench:
             ttft = [row for context in self._sizes.contexts for row in self._first_tokens(context)]
             decode = [self._decode(batch, read) for batch in self._sizes.batches]
             ingest, forward = self._ingest()
+            write = store.write_gbs()
         on_gpu = self._device.type == "cuda"
         return EngineBench(
             device=torch.cuda.get_device_name(self._device) if on_gpu else cpu_name(),
@@ -153,6 +159,7 @@ class _Bench:
             host_link_gbs=upload_gbs(self._device),
             disk_load_gbs=_median(self._rates["disk"]),
             disk_read_gbs=_median(self._rates["plain"]),
+            disk_write_gbs=write,
             ingest_tokens_per_s=ingest,
             forward_tokens_per_s=forward,
         )
@@ -161,15 +168,18 @@ class _Bench:
         sizes = self._sizes
         chunks = self._chunks(context)
         ways = [("off", "device"), *((policy, "device") for policy in sizes.policies)]
-        ways += [(policy, tier) for tier in TIERS[1:] for policy in sizes.far_policies]
+        is_far = context <= sizes.far_most
+        rounds = sizes.rounds if is_far else max(1, sizes.rounds // 3)
+        ways += [(policy, tier) for tier in TIERS[1:] for policy in sizes.far_policies if is_far]
         found: dict[tuple[str, str], list[GenerationResult]] = {way: [] for way in ways}
         peer: list[float] = []
-        with self._engine(pool_tokens=5 * context // 2, host_tokens=3 * context // 2) as engine:
+        host_tokens = 3 * context // 2 if is_far else 0
+        with self._engine(pool_tokens=5 * context // 2, host_tokens=host_tokens) as engine:
             self._tell(f"{context} tokens: computing the chunks")
-            self._make(engine, chunks)
-            for number in range(sizes.rounds + 1):
+            self._make(engine, chunks, keep=is_far)
+            for number in range(rounds + 1):
                 for policy, tier in ways:
-                    self._tell(f"{context} tokens, round {number} of {sizes.rounds}: {policy}, {tier}")
+                    self._tell(f"{context} tokens, round {number} of {rounds}: {policy}, {tier}")
                     self._bring(engine, chunks, tier)
                     result = engine.generate(self._request(chunks, policy), self._store).result()
                     if number:  # the first one warms up
@@ -263,13 +273,22 @@ class _Bench:
         return _median(rates[0]), _median(rates[1])
 
     def _make(self, engine: Engine, chunks: list[ChunkRef], *, keep: bool = True) -> None:
-        """Computes chunks, batch by batch as an ingest does, and writes them down."""
+        """Computes chunks, batch by batch as an ingest does, and writes them down meanwhile."""
         size = self._sizes.ingest_batch
+        under_way: deque[tuple[list[ChunkRef], PrefillJob]] = deque()
         for first in range(0, len(chunks), size):
             batch = chunks[first : first + size]
-            made = engine.prefill(self._prefix, batch, self._store, block_size=self._sizes.block_size)
-            if keep:
-                self._store.publish(list(zip(batch, made, strict=True)))
+            job = engine.submit_prefill(self._prefix, batch, self._store, block_size=self._sizes.block_size)
+            under_way.append((batch, job))
+            if len(under_way) == _BATCHES_UNDER_WAY:
+                self._finish(engine, *under_way.popleft(), keep=keep)
+        for batch, job in under_way:
+            self._finish(engine, batch, job, keep=keep)
+
+    def _finish(self, engine: Engine, batch: list[ChunkRef], job: PrefillJob, *, keep: bool) -> None:
+        made = engine.collect(job)
+        if keep:
+            self._store.publish(list(zip(batch, made, strict=True)))
 
     def _engine(self, pool_tokens: int, host_tokens: int = 0) -> Engine:
         """With room for so many tokens, and some."""

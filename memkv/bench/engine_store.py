@@ -18,6 +18,7 @@ from memkv.store.store import Store
 
 _FINGERPRINT = "0" * 64
 _READERS = 4  # threads, as many as the engine's loader has
+_WRITERS = 4
 
 
 class BenchStore:
@@ -76,6 +77,23 @@ class BenchStore:
         with ThreadPoolExecutor(_READERS) as threads:
             seconds = self.seconds(lambda: list(threads.map(Path.read_bytes, files)))
         return sum(path.stat().st_size for path in files) / seconds / 1e9
+
+    def write_gbs(self, num_bytes: int = 1 << 30) -> float:
+        """Rate of a plain write of new files, several at a time, each synced."""
+        data = os.urandom(1 << 20)
+        folder = self._blocks.with_name("plain")
+        folder.mkdir()
+
+        def write(number: int) -> None:
+            with (folder / str(number)).open("wb") as file:
+                for _ in range(num_bytes // _WRITERS >> 20):
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        with ThreadPoolExecutor(_WRITERS) as threads:
+            seconds = self.seconds(lambda: list(threads.map(write, range(_WRITERS))))
+        return num_bytes / seconds / 1e9
 
     def seconds(self, work: Callable[[], object]) -> float:
         started = time.perf_counter()

@@ -152,6 +152,7 @@ def _engine_text(found: EngineBench) -> str:
         ("one large copy from there", f"{found.host_link_gbs:.1f} GB/s"),
         ("chunks from disk, verified", f"{found.disk_load_gbs:.1f} GB/s"),
         ("a plain read of their files", f"{found.disk_read_gbs:.1f} GB/s"),
+        ("a plain write, synced", f"{found.disk_write_gbs:.1f} GB/s"),
         ("ingest", f"{found.ingest_tokens_per_s:.0f} tokens/s"),
         ("transformers' forward pass", f"{found.forward_tokens_per_s:.0f} tokens/s"),
     ]

@@ -39,7 +39,7 @@ MEANING = {
     "engine.max_running": "sequences that generate at the same time",
     "engine.queue_seconds": "how long a request may wait for blocks",
     "engine.threads": "CPU threads; 0: measured at start",
-    "engine.compile": "compile the model's layers by torch, on a GPU; some ten seconds at the first start",
+    "engine.compile": "compile the model's layers by torch, on a GPU; half a minute at the first start",
     "engine.continuation_share": "part of the pool that ended exact answers may keep for later ones; 0: none",
     "engine.warm_share": "part of the pool that is filled at the start with what was mapped most; 0: none",
     "ingest.chunk_tokens": "largest chunk",
