@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fault_closed import CLOSED, check_backup, keep_as_killed, leave_as_killed, upgrade
 from fault_journal import Journal, State, possible_states
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
 
@@ -32,7 +33,10 @@ _PATIENCE = 30.0  # seconds for what goes on by itself
 
 
 def live(data_dir: str, url: str | None, journal: str, piece: str, round_: int) -> None:
-    """Opens the memory, lives one piece of `PIECES` and closes it."""
+    """Opens the memory, lives one piece of `PIECES` and closes it; one of `CLOSED` is lived without."""
+    if piece in CLOSED:
+        CLOSED[piece](Path(data_dir), url, Journal(journal), brought(round_))
+        return
     with fake_models(), Memory.open(fault_config(data_dir, url)) as memory:
         PIECES[piece](memory, Journal(journal), round_)
 
@@ -48,8 +52,8 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
     memory.create_collection(CollectionCreate(name=NAME), exist_ok=True)
     put(memory, said, "changing", [9000, 9001])
     if piece != "ingest":
-        put(memory, said, "one", [round_ % 4000])
-        put(memory, said, "eight", eight_notes(round_))
+        for name, notes in brought(round_).items():
+            put(memory, said, name, notes)
     if piece in ("gc", "start"):
         make_garbage(memory)
     if piece == "reprefill":
@@ -58,9 +62,16 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
         memory.export(_archive(memory), with_kv=True)
         delete(memory, said, "one")
         delete(memory, said, "eight")
-    if piece == "snapshot":
+    if piece in ("snapshot", "restore"):
         for kept in memory.admin.snapshots().data:
             memory.admin.delete_snapshot(kept.id)
+    if piece == "restore":
+        memory.admin.create_snapshot()
+        put(memory, said, "one", [(round_ + 1) % 4000])
+        delete(memory, said, "eight")
+        for name, notes in brought(round_).items():
+            said.begin(name, notes)
+        keep_as_killed(memory)
     if piece in DAMAGED:
         damage_files(memory)
     if piece == "purge":
@@ -72,6 +83,8 @@ def _prepare_closed(data_dir: Path, piece: str) -> None:
     if piece == "start":
         (data_dir / "tmp" / "draft").write_bytes(b"x" * 100)
         sorted((data_dir / "blocks").glob("*/*.kv"))[0].unlink()
+    if piece == "restore":
+        leave_as_killed(data_dir)
 
 
 def _archive(memory: Memory) -> Path:
@@ -79,6 +92,11 @@ def _archive(memory: Memory) -> Path:
     path = memory._store.data_dir.with_name("archive")
     path.unlink(missing_ok=True)
     return path
+
+
+def brought(round_: int) -> dict[str, list[int]]:
+    """The documents of a round, and their notes."""
+    return {"one": [round_ % 4000], "eight": eight_notes(round_)}
 
 
 def eight_notes(round_: int) -> list[int]:
@@ -131,8 +149,8 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def _ingest(memory: Memory, said: Journal, round_: int) -> None:
-    put(memory, said, "one", [round_ % 4000])
-    put(memory, said, "eight", eight_notes(round_))
+    for name, notes in brought(round_).items():
+        put(memory, said, name, notes)
     put(memory, said, "changing", [9000, 9002 + round_ % 900])
 
 
@@ -179,11 +197,10 @@ def _start(memory: Memory, _: Journal, __: int) -> None:
 
 
 def _import(memory: Memory, said: Journal, round_: int) -> None:
-    brought = {"one": [round_ % 4000], "eight": eight_notes(round_)}
-    for name, notes in brought.items():
+    for name, notes in brought(round_).items():
         said.begin(name, notes)
     memory.import_archive(memory._store.data_dir.with_name("archive"), with_kv=True)
-    for name, notes in brought.items():
+    for name, notes in brought(round_).items():
         said.done(name, notes)
 
 
@@ -215,23 +232,26 @@ DAMAGED = ("heal", "repair", "purge")  # those that begin with damaged files
 
 def check(
     data_dir: str, url: str | None, journal: str, result: str, then: str | None = None, round_: int = 0,
-    damaged: bool = False,
+    damaged: bool = False, downgraded: bool = False,
 ) -> None:  # fmt: skip
     """Opens the store as a new process would; prepares for the piece `then` afterwards.
 
-    `damaged`: files were damaged on purpose, so that some are still found so.
+    `damaged`: files were damaged on purpose, so that some are still found so; `downgraded`: the schema may be
+    an older one, and is upgraded before.
 
     Writes the violations to `result`: each promise found broken is one sentence.
     """
-    found: list[str] = []
+    found = check_backup(Path(data_dir))
+    if downgraded:
+        upgrade(Path(data_dir), url)
     with fake_models():
         try:
             memory = Memory.open(fault_config(data_dir, url))
         except MemKVError as error:
-            found = [f"the store does not open: {error.code}: {error.detail}"]
+            found.append(f"the store does not open: {error.code}: {error.detail}")
         else:
             with memory:
-                found = _check_open(memory, possible_states(journal), damaged)
+                found += _check_open(memory, possible_states(journal), damaged)
                 if then is not None:
                     _prepare_open(memory, Journal(journal), then, round_)
     leftover = os.listdir(Path(data_dir) / "tmp")

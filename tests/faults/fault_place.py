@@ -97,14 +97,16 @@ class Stage:
         return {"data_dir": str(self.data_dir), "url": self.url, "journal": str(self.journal)}
 
     def check(
-        self, then: str | None = None, round_: int = 0, weakness: str = "", *, damaged: bool = False
-    ) -> list[str]:
+        self, then: str | None = None, round_: int = 0, weakness: str = "", *, damaged: bool = False,
+        downgraded: bool = False,
+    ) -> list[str]:  # fmt: skip
         """The violations that `fault_life.check` finds; it prepares for the piece `then` afterwards."""
         result = self.directory / "result"
         result.unlink(missing_ok=True)
         status = self.nursery.run(
             "fault_life:check", NO_FAULT, weakness,
             **self.arguments, result=str(result), then=then, round_=round_, damaged=damaged,
+            downgraded=downgraded,
         )  # fmt: skip
         if result.exists():
             found: list[str] = json.loads(result.read_text())

@@ -22,7 +22,7 @@ from memkv.errors import InternalServerError, MemKVError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory.stored import StoredMemory
-from memkv.store import block_file, chunk_store, database, durable_files, store, vector_index
+from memkv.store import backup, block_file, chunk_store, database, durable_files, store, vector_index
 from memkv.store.catalog import Catalog
 from memkv.store.chunk_store import ChunkStore, Recovered
 from memkv.store.durable_files import Damage
@@ -224,6 +224,11 @@ def _autocommit_migrations() -> None:
     database.Database.unfenced_write = unfenced  # type: ignore[method-assign,assignment]
 
 
+def _restore_forgets_the_log() -> None:
+    """What only SQLite's log holds is not in the database when the log goes."""
+    backup._end_log = lambda _: None
+
+
 WEAKNESSES: dict[str, Callable[..., None]] = {
     "rows_before_files": _rows_before_files,
     "no_recovery": _no_recovery,
@@ -240,6 +245,7 @@ WEAKNESSES: dict[str, Callable[..., None]] = {
     "no_admission": _no_admission,
     "full_disk_is_an_accident": _full_disk_is_an_accident,
     "autocommit_migrations": _autocommit_migrations,
+    "restore_forgets_the_log": _restore_forgets_the_log,
     "slow_start": _slow_start,
     "leaking_pins": _leaking_pins,
 }

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from fault_closed import CLOSED
 from fault_life import DAMAGED, PIECES
-from fault_place import Outcome, Place, Stage
+from fault_place import SQLITE, Outcome, Place, Stage
 from fault_process import SIGKILLED, Fault
 
 _CONTROLS = {  # protection off -> the piece that must notice
     "rows_before_files": "ingest",
     "files_before_rows_go": "evict",
+    "restore_forgets_the_log": "restore",
 }
+_ALL = (*PIECES, *CLOSED)
+_BY_OTHERS = ("backup", "restore")  # on PostgreSQL its own programs do the work
 
 
-def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(PIECES)) -> Outcome:
+def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = _ALL) -> Outcome:
     """Every `stride`-th call."""
+    if place.database != SQLITE:
+        pieces = tuple(piece for piece in pieces if piece not in _BY_OTHERS)
     outcome = Outcome()
     for piece in pieces:
         with place.store() as stage:
@@ -38,7 +44,10 @@ def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) ->
         )  # fmt: skip
         if status not in (0, SIGKILLED):
             violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
-        found = stage.check(then=piece, round_=killed + 1, damaged=piece in DAMAGED)
+        found = stage.check(
+            then=piece, round_=killed + 1, damaged=piece in DAMAGED,
+            downgraded=piece == "downgrade",
+        )  # fmt: skip
         violations += [f"{piece}, call {at}: {each}" for each in found]
         if status != SIGKILLED or len(violations) > 20:
             return killed
@@ -50,7 +59,7 @@ def _is_noticed(place: Place, weakness: str, piece: str) -> bool:
     """Whether the check finds what a kill breaks with one protection off."""
     with place.store() as stage:
         stage.prepare(piece, 0)
-        for at in range(15, 400, 4):  # opening takes the calls before
+        for at in range(1 if piece in CLOSED else 15, 400, 1 if piece in CLOSED else 4):  # after opening
             status = stage.nursery.run(
                 "fault_life:live", Fault(at), weakness, **stage.arguments, piece=piece, round_=at
             )
