@@ -24,7 +24,7 @@ from fault_place import POSTGRESQL, SQLITE, Outcome, Place, Unavailable  # noqa:
 from figure_damage import damaged_blocks, damaged_indexes  # noqa: E402
 from figure_disk import full_disk, power_cuts  # noqa: E402
 from figure_fingerprint import matrix  # noqa: E402
-from figure_kills import kill_everywhere  # noqa: E402
+from figure_kills import kill_closed, kill_everywhere  # noqa: E402
 from figure_migrations import migrations  # noqa: E402
 from figure_random import compound, random_kills  # noqa: E402
 from figure_serving import forgotten, healed, leaks, readiness, small_pool  # noqa: E402
@@ -45,6 +45,7 @@ class Figure:
 
 FIGURES = {
     "G1 kill at every call": Figure(kill_everywhere, {}),
+    "G1 of copies": Figure(kill_closed, {}),
     "G1 random kills": Figure(random_kills, {"kills": 500}),
     "G2 power cuts": Figure(power_cuts, {"cuts": 500}),
     "G3 damaged block files": Figure(

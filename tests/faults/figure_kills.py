@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fault_closed import CLOSED
 from fault_life import DAMAGED, PIECES
-from fault_place import SQLITE, Outcome, Place, Stage
+from fault_place import SQLITE, Outcome, Place, Stage, Unavailable
 from fault_process import SIGKILLED, Fault
 
 _CONTROLS = {  # protection off -> the piece that must notice
@@ -12,14 +12,10 @@ _CONTROLS = {  # protection off -> the piece that must notice
     "files_before_rows_go": "evict",
     "restore_forgets_the_log": "restore",
 }
-_ALL = (*PIECES, *CLOSED)
-_BY_OTHERS = ("backup", "restore")  # on PostgreSQL its own programs do the work
 
 
-def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = _ALL) -> Outcome:
+def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(PIECES)) -> Outcome:
     """Every `stride`-th call."""
-    if place.database != SQLITE:
-        pieces = tuple(piece for piece in pieces if piece not in _BY_OTHERS)
     outcome = Outcome()
     for piece in pieces:
         with place.store() as stage:
@@ -31,6 +27,13 @@ def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = 
             continue
         outcome.control_detected[weakness] = _is_noticed(place, weakness, piece)
     return outcome
+
+
+def kill_closed(place: Place, *, stride: int = 1) -> Outcome:
+    """The same of backup, restore and downgrade."""
+    if place.database != SQLITE:
+        raise Unavailable("PostgreSQL's own programs write and read its copies")
+    return kill_everywhere(place, stride=stride, pieces=tuple(CLOSED))
 
 
 def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) -> int:
