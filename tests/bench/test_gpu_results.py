@@ -7,25 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sources import kernel_digest
+from sources import engine_digest, kernel_digest
 
 from memkv.bench.kernel import run_kernel_bench
 from memkv.bench.kernel_pool import Heads, Sizes
 from memkv.errors import KernelArgumentError
 
-RESULTS = sorted(Path(__file__).with_name("results").glob("kernel-*.json"))
+RESULTS = Path(__file__).with_name("results")
+KERNEL, ENGINE = (sorted(RESULTS.glob(f"{kind}-*.json")) for kind in ("kernel", "engine"))
 SHAPES = ["1x4096", "1x32768", "1x131072", "8x8192", "32x4096", "64x8192"]
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_kept_figures_are_of_these_sources_or_say_why_not(path: Path) -> None:
+def kept(path: Path, digest: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     assert found["gpu"]
     assert found["versions"]["torch"]
     assert len(found["source_hash"]) == 64
-    assert found["source_hash"] == kernel_digest() or found["stale_reason"], (
-        "the kernels changed since they were measured: measure again, or give a stale_reason"
+    assert found["source_hash"] == digest or found["stale_reason"], (
+        "the sources changed since they were measured: measure again, or give a stale_reason"
     )
+    return found
+
+
+@pytest.mark.parametrize("path", KERNEL, ids=lambda path: path.stem)
+def test_kept_figures_of_kernels_are_of_these_sources_or_say_why_not(path: Path) -> None:
+    found = kept(path, kernel_digest())
     shapes = [row["shape"] for row in found["rows"] if row["heads"] == "32/8/128"]
     assert shapes == SHAPES
     for row in found["rows"]:
@@ -33,6 +39,17 @@ def test_kept_figures_are_of_these_sources_or_say_why_not(path: Path) -> None:
         assert row["ours_unrotated_us"] > 0
         assert {"cudnn_contiguous", "flash_contiguous"} <= row["peers_us"].keys()
         assert row["read_tbs"] <= found["read_ceiling_tbs"]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
+def test_kept_figures_of_engines_are_of_these_sources_or_say_why_not(path: Path) -> None:
+    found = kept(path, engine_digest())
+    full = {row["context"]: row["ms"] for row in found["ttft"] if row["policy"] == "off"}
+    assert {row["context"] for row in found["ttft"]} == full.keys()
+    for row in found["ttft"]:
+        assert row["ms"] > 0 and row["full_prefill_ms"] == full[row["context"]]
+    assert all(row["ms"] > row["floor_ms"] > 0 for row in found["decode"])
+    assert found["host_load_gbs"] > 0 and found["ingest_tokens_per_s"] > 0
 
 
 def test_the_bench_runs_on_a_cpu() -> None:
