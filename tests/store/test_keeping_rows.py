@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from sqlalchemy import update
-from store_samples import ingest, load, new_collection, samples_of, tokens_of
+from store_samples import ingest, load, new_collection, path_of, samples_of, tokens_of
 
 from memkv.errors import BadRequestError, DatabaseDamaged, NotFoundError
+from memkv.kv.fingerprint import token_digest
 from memkv.store import DEFAULT_TENANT, Store
+from memkv.store.block_file import token_digest_of
 from memkv.store.rows import CollectionRow, PageRequest
 from memkv.store.tables import KVFile
 
@@ -127,3 +129,38 @@ def test_revisions_are_those_of_what_is_there(store: Store, collection: Collecti
     found = store.catalog.revisions(T, [one.id, two.id, "doc_" + "0" * 32])
     assert found == {one.id: one.revision, two.id: again.revision}
     assert again.revision > two.revision
+
+
+def test_a_documents_chunks_come_in_order(store: Store, collection: CollectionRow) -> None:
+    document = ingest(store, collection, "one\ntwo\nthree")
+    chunks = store.catalog.chunks_of(T, document.id)
+    assert [chunk.text for chunk in chunks] == ["one", "two", "three"]
+    assert [chunk.token_ids for chunk in chunks] == [tokens_of(chunk.text) for chunk in chunks]
+
+
+def test_files_are_listed_by_the_collection_that_they_were_made_for(
+    store: Store, collection: CollectionRow
+) -> None:
+    ingest(store, collection, "text")
+    row = store.catalog.list_files(PageRequest()).rows[0].file
+    assert store.catalog.list_files(PageRequest(), collection_id=row.collection_id).rows
+    assert not store.catalog.list_files(PageRequest(), collection_id="col_" + "0" * 32).rows
+
+
+def test_a_tenants_name_is_given_once(store: Store) -> None:
+    store.catalog.create_tenant("other")
+    with pytest.raises(BadRequestError, match="exists"):
+        store.catalog.create_tenant("other")
+    assert store.catalog.tenants() == ["default", "other"]
+
+
+def test_a_file_says_which_tokens_it_was_made_of(store: Store, collection: CollectionRow) -> None:
+    ingest(store, collection, "text")
+    [sample] = samples_of(store, "text")
+    head = path_of(store, sample.item).read_bytes()[:4096]
+    assert token_digest_of(head) == token_digest(sample.item.context_ids, sample.item.token_ids)
+
+
+def test_a_text_that_is_not_utf8_is_damage_even_to_the_driver(store: Store) -> None:
+    with pytest.raises(DatabaseDamaged, match="UTF-8"), store.database.read():
+        b"\xff".decode()
