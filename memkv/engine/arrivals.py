@@ -7,8 +7,8 @@ reserved ──host pool──► in place ────────────�
 
 What is computed comes to the host to be kept, and goes into the host pool from there: what the device evicts
 later need not come from disk. What a job computes takes no more than free room there, until it is asked for.
-What is prefetched is read before anybody waits for it: into blocks while nobody waits for blocks, otherwise
-into the host pool.
+What is prefetched is read before anybody waits for it: into blocks while nobody waits for blocks, otherwise,
+or where that is asked for, into the host pool.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Arrivals:
             chunk = pin.chunks[0]
             self._collect(chunk, None)
 
-    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource) -> None:
+    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, to_host: bool) -> None:
         """Starts to read what is neither here nor on its way, as far as there is room."""
         for ref in refs:
             if self._residency.knows(ref):
                 continue
-            if not self._scheduler.waiting and self._residency.fits([ref]):
+            if not (to_host or self._scheduler.waiting) and self._residency.fits([ref]):
                 pin = self._residency.pin([ref])
                 (chunk,) = pin.reserved
                 self._prefetched[chunk] = pin

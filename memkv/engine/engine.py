@@ -170,15 +170,19 @@ class Engine:
         """Ends a request; its blocks are free within one step. Does nothing once it is finished."""
         self._thread.cancel(task)
 
-    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
+    def prefetch(
+        self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int, to_host: bool = False
+    ) -> None:
         """Starts to read chunks that will be asked for, and returns at once.
 
-        They go into blocks of the pool, or, while requests wait for those, into host memory. What has no
-        room, or no valid KV, is left out.
+        They go into blocks of the pool, or, with `to_host` and while requests wait for those, into host
+        memory. What has no room, or no valid KV, is left out.
         """
         wanted = tuple(refs)
         use = partial(
-            self._thread.with_lane, self.layout(block_size), lambda lane: lane.prefetch(wanted, source)
+            self._thread.with_lane,
+            self.layout(block_size),
+            lambda lane: lane.prefetch(wanted, source, to_host=to_host),
         )
         self._thread.post(use)
 

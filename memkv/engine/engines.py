@@ -75,11 +75,14 @@ class Engines:
                 engine.cancel(job)
         return [found[index % len(found)][index // len(found)] for index in range(len(wanted))]
 
-    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int) -> None:
+    def prefetch(
+        self, refs: Iterable[ChunkRef], source: KVSource, *, block_size: int, to_host: bool = False
+    ) -> None:
         """By the engine that a question about them would go to."""
         wanted = tuple(refs)
         chunks = [ref for ref in wanted if ref.context_ids]  # the prefix, which all share, says nothing
-        self._nearest(chunks, block_size).prefetch(wanted, source, block_size=block_size)
+        engine = self._nearest(chunks, block_size)
+        engine.prefetch(wanted, source, block_size=block_size, to_host=to_host)
 
     def is_idle(self) -> bool:
         """Whether all of them are."""

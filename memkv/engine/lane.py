@@ -85,11 +85,11 @@ class Lane:
 
     def submit(self, task: Task) -> None:
         if isinstance(task, Sequence) and self.scheduler.waiting:
-            self._arrivals.prefetch(task.placement.refs, task.source)
+            self._arrivals.prefetch(task.placement.refs, task.source, to_host=False)
         self.scheduler.add(task)
 
-    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource) -> None:
-        self._arrivals.prefetch(refs, source)
+    def prefetch(self, refs: Iterable[ChunkRef], source: KVSource, *, to_host: bool = False) -> None:
+        self._arrivals.prefetch(refs, source, to_host=to_host)
 
     def cancel(self, task: Task) -> None:
         self._leave(task)

@@ -19,7 +19,9 @@ _MOST_CHUNKS = 10_000  # that are looked at
 
 
 class WarmUp:
-    """A thread that ends by itself; up to `engine.warm_share` of the pool is filled, one chunk at a time."""
+    """A thread that ends by itself. One chunk at a time, `engine.warm_share` of the pool is filled, then of
+    the host pool.
+    """
 
     def __init__(self, parts: Parts, collections: Collections) -> None:
         self._parts = parts
@@ -44,12 +46,12 @@ class WarmUp:
         engine = self._parts.engine
         loaded = 0
         try:
-            for collection, ref in self._most_used():
+            for collection, ref, to_host in self._most_used():
                 while not engine.is_idle():
                     if self._stopping.wait(_PAUSE_SECONDS):
                         return
                 refs = (collection.prefix, ref)
-                engine.prefetch(refs, collection.kv, block_size=collection.row.block_size)
+                engine.prefetch(refs, collection.kv, block_size=collection.row.block_size, to_host=to_host)
                 loaded += 1
         except EngineClosed:
             return
@@ -58,10 +60,10 @@ class WarmUp:
         if loaded:
             _log.info("warmed_up", chunks=loaded)
 
-    def _most_used(self) -> Iterator[tuple[OpenCollection, ChunkRef]]:
-        """As many as the budget takes."""
+    def _most_used(self) -> Iterator[tuple[OpenCollection, ChunkRef, bool]]:
+        """As many as the shares take, and whether each goes to the host pool."""
         catalog, config = self._parts.store.catalog, self._parts.config.engine
-        left = int(config.warm_share * config.pool_bytes)
+        left, host_left = (config.warm_share * size for size in (config.pool_bytes, config.host_bytes))
         for file in catalog.most_used_files(_MOST_CHUNKS) if left else ():
             try:
                 chunk = catalog.chunk_of_key(file.tenant, file.input_key)
@@ -69,7 +71,11 @@ class WarmUp:
                 collection = self._collections.open(row)
             except (NotFoundError, FingerprintMismatch):
                 continue
-            left -= collection.layout.bytes_for(len(chunk.token_ids))
-            if left < 0:
-                return
-            yield collection, collection.ref(file.input_key, chunk.token_ids)
+            size = collection.layout.bytes_for(len(chunk.token_ids))
+            to_host = size > left
+            if to_host:
+                host_left -= size
+                if host_left < 0:
+                    return
+            left -= 0 if to_host else size
+            yield collection, collection.ref(file.input_key, chunk.token_ids), to_host

@@ -285,6 +285,16 @@ def test_a_prefetched_chunk_is_read_once_and_there_when_it_is_asked_for(driver: 
     driver.assert_idle()
 
 
+def test_what_is_prefetched_for_host_memory_takes_no_blocks(driver: Driver) -> None:
+    first = chunks_of(driver)[0]
+    driver.lane.prefetch([first], driver.source, to_host=True)
+    driver.settle()
+    assert not driver.lane.residency.knows(first)
+    driver.finish(driver.submit(first))
+    assert driver.source.reads.count("chunk 0") == 1
+    driver.assert_idle()
+
+
 def test_what_is_prefetched_and_not_asked_for_is_idle(driver: Driver) -> None:
     first = chunks_of(driver)[0]
     driver.lane.prefetch(

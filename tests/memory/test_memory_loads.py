@@ -128,6 +128,19 @@ def test_warm_up_takes_no_more_than_its_share_of_the_pool_and_the_most_used_firs
     assert loads(memory) == 1 + 1, "it was another one that was loaded"
 
 
+def test_what_the_pools_share_has_no_room_for_is_warmed_up_in_host_memory(
+    used: Callable[..., Memory],
+) -> None:
+    memory = used(engine__pool_bytes="1M", engine__host_bytes="100M", engine__warm_share=0.005)
+    settled(memory)
+    assert loads(memory) == 1 + 2
+    [lane] = memory._parts.engine.stats().lanes
+    assert lane.host_blocks.cached > lane.blocks.cached == 0
+    for number in (2, 4):
+        memory.query(question(filter={"number": number}, policy="map", reuse="strict"))
+    assert loads(memory) == 1 + 2
+
+
 def test_warm_up_waits_while_the_engine_has_something_to_do(
     used: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
