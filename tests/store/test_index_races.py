@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from store_samples import found_texts, ingest, vector_of
 
@@ -57,10 +55,7 @@ def test_a_commit_to_a_collection_that_is_gone_changes_nothing(
     newest = store.catalog.get_collection(T, collection.name)
     monkeypatch.setattr(store.indexes, "drop", lambda _: None)  # it is about to be
     deleted = store.delete_collection(T, collection.name)
-    late = replace(
-        Change.removal(
-            collection.id, newest.generation + 5, newest.stamp, index.content().row_ids, deleted.released
-        ),
-    )
+    removed = index.content().row_ids
+    late = Change.removal(collection.id, newest.generation + 5, newest.stamp, removed, deleted.released)
     store.indexes.apply(T, late)
     assert len(index) == 1
