@@ -68,7 +68,7 @@ class EngineConfig:
     threads: int = 0  # 0: calibrated
     compile: bool = True  # on a GPU: the model's layers, by torch, in half a minute at the first start
     continuation_share: float = 0.25  # of the pool, at most, for what ended answers leave to later ones
-    warm_share: float = 0.25  # of the pool, for what was mapped most, when a memory is opened
+    warm_share: float = 0.25  # of pool and host memory, for what was mapped most, when a memory is opened
 
 
 @dataclass(frozen=True, slots=True)
