@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from memkv.errors import InternalServerError, UnprocessableDocumentError
+from memkv.errors import InternalServerError, ServiceUnavailableError, UnprocessableDocumentError
 from memkv.text.chunker import TextChunk, chunk_text
 from memkv.text.tokenizer import PlainTokenizer, TokenizerState
 
@@ -31,7 +31,7 @@ class CutLimits:
     for a million characters.
 
     Attributes:
-        seconds, bytes: of time, and of memory besides what the process has at its start.
+        seconds, bytes: of CPU time, and of memory besides what the process has at its start.
         characters_per_second, bytes_per_character: what a long document gets on top.
     """
 
@@ -68,6 +68,7 @@ class Cutter:
         Raises:
             UnprocessableDocumentError: it took too long or too much memory, or its process ended.
             InternalServerError: something in `chunk_text` failed.
+            ServiceUnavailableError: no process can be started now.
         """
         limits = self._limits
         task = _Task(text, title, max_tokens, limits.seconds_for(len(text)), limits.bytes_for(len(text)))
@@ -132,19 +133,23 @@ class _Process:
 
     def __init__(self, state: TokenizerState) -> None:
         self._ours, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ONE_THREAD},
-                start_new_session=True,  # Ctrl-C in a terminal is for the server alone
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **_ONE_THREAD},
+                    start_new_session=True,  # Ctrl-C in a terminal is for the server alone
+                )
+        except OSError as error:
+            self._ours.close()
+            raise _unavailable(error.strerror or type(error).__name__) from error
         try:
             self._exchange(msgspec.msgpack.encode(state), _START_SECONDS)
-        except _Ended:
+        except _Ended as ended:
             self.kill()
-            raise
+            raise _unavailable(str(ended)) from None
 
     @property
     def pid(self) -> int:
@@ -156,7 +161,8 @@ class _Process:
 
     def ask(self, task: _Task) -> _Done:
         """Raises _Ended."""
-        return msgspec.msgpack.decode(self._exchange(msgspec.msgpack.encode(task), task.seconds), type=_Done)
+        patience = _PATIENCE * task.seconds  # for one that sleeps, or gets no core
+        return msgspec.msgpack.decode(self._exchange(msgspec.msgpack.encode(task), patience), type=_Done)
 
     def kill(self) -> None:
         self._process.kill()
@@ -172,10 +178,12 @@ class _Process:
             status = self._process.wait()
             if status != -signal.SIGXCPU:
                 how = f"signal {-status}" if status < 0 else f"status {status}"
-                raise _Ended(f"the process that cut it ended with {how}") from None
-        raise _Ended(f"it takes longer than {seconds:.0f} s")
+                raise _Ended(f"the process that cuts ended with {how}") from None
+            raise _Ended("it takes too much CPU time") from None
+        raise _Ended(f"nothing comes of it in {seconds:.0f} s")
 
 
+_PATIENCE = 6.0  # seconds on the clock for a second of CPU time
 _START_SECONDS = 60.0  # importing numpy and reading a tokenizer, on a machine that is busy otherwise
 # One thread takes no core from the engine, and threads that come later would take address space.
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -183,6 +191,12 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "
 
 def _refused(why: str) -> UnprocessableDocumentError:
     return UnprocessableDocumentError(f"the document cannot be cut: {why}", hint="split it, or leave it out")
+
+
+def _unavailable(why: str) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
+        f"the process that cuts documents does not start: {why}", hint="retry in a moment; see the log"
+    )
 
 
 def _serve(connection: Connection) -> None:
@@ -194,7 +208,6 @@ def _serve(connection: Connection) -> None:
         task = msgspec.msgpack.decode(connection.recv_bytes(), type=_Task)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_AS, at_start + task.memory)
-        # Of CPU time: for a process whose server was killed meanwhile, and who is waited for by nobody.
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + task.seconds) + 1)
         connection.send_bytes(msgspec.msgpack.encode(_cut(task, tokenizer)))
 
