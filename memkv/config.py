@@ -60,7 +60,7 @@ class KVConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    pool_bytes: int = 2_000_000_000
+    pool_bytes: int = 0  # 0: most of what a GPU has left, 2 GB on a CPU
     host_bytes: int = 0  # host memory for chunks that a GPU's pool has no room for
     max_batch_tokens: int = 4096  # fresh tokens in one step
     max_running: int = 64
@@ -127,7 +127,7 @@ _AT_LEAST = {
     "store.max_tenant_kv_bytes": 0,
     "store.scrub_hours": 0,
     "store.scrub_rate_bytes": 1,
-    "engine.pool_bytes": 1,
+    "engine.pool_bytes": 0,
     "engine.host_bytes": 0,
     "engine.max_batch_tokens": 1,
     "engine.max_running": 1,

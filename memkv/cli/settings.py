@@ -33,7 +33,7 @@ MEANING = {
     "model.dtype": "of weights and compute; auto: float32 on a CPU, bfloat16 on a GPU",
     "kv.dtype": "of stored keys and values: bfloat16 or float32",
     "kv.block_size": "tokens in a block: 8, 16 or 32",
-    "engine.pool_bytes": "memory for blocks",
+    "engine.pool_bytes": "memory for blocks; 0: most of what a GPU has left beside the model, 2 GB on a CPU",
     "engine.host_bytes": "host memory for chunks that a GPU's pool has no room for; 0: none",
     "engine.max_batch_tokens": "fresh tokens in one step",
     "engine.max_running": "sequences that generate at the same time",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -18,7 +19,7 @@ from memkv.config import EngineConfig
 from memkv.engine.device_thread import DeviceThread
 from memkv.engine.generation import Generation
 from memkv.engine.lane import Lane
-from memkv.engine.limits import require_blocks, require_context
+from memkv.engine.limits import pool_bytes, require_blocks, require_context
 from memkv.engine.model_runner import ModelRunner
 from memkv.engine.prefill import Computed, PrefillJob
 from memkv.engine.request import GenerateRequest, PrefillRequest
@@ -60,9 +61,10 @@ class Engine:
             raise ConfigError(f"kv.dtype = {kv_dtype!r} is not served", hint=" or ".join(_KV_DTYPES))
         self._model = model
         self._kv_dtype = kv_dtype
-        self._config = config
         if config.compile and torch.device(model.device).type == "cuda":
             compile_layers(model)
+        config = replace(config, pool_bytes=pool_bytes(config, [model.device]))
+        self._config = config
         row_width = model.spec.num_heads * model.spec.head_dim
         self._thread = DeviceThread(ModelRunner(model), config, row_width, poison=poison)
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from memkv.config import EngineConfig
 from memkv.errors import ContextTooLong
 from memkv.kv.layout import KVLayout
 from memkv.model.support import ModelSpec
+
+_CPU_POOL_BYTES = 2_000_000_000
+_GPU_SHARE = 0.8  # the rest is for what a step computes with
 
 
 def require_context(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> None:
@@ -25,3 +33,12 @@ def require_blocks(layout: KVLayout, needed: int, total: int) -> None:
             hint=f"raise engine.pool_bytes to at least {needed * layout.bytes_per_block}, retrieve fewer "
             "chunks (top_k) or lower max_tokens",
         )
+
+
+def pool_bytes(config: EngineConfig, devices: Sequence[str]) -> int:
+    """Of the pool of each of several engines, whose models are loaded, one on each of these devices."""
+    gpus = [device for device in devices if torch.device(device).type == "cuda"]
+    if config.pool_bytes or not gpus:
+        return config.pool_bytes or _CPU_POOL_BYTES
+    free = {device: torch.cuda.mem_get_info(device)[0] for device in gpus}
+    return min(int(_GPU_SHARE * free[device] / gpus.count(device)) for device in gpus)

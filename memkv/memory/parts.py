@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from memkv.config import Config
 from memkv.engine.engine import Engine
 from memkv.engine.engines import Engines
+from memkv.engine.limits import pool_bytes
 from memkv.memory.stored import open_store
 from memkv.model.install import default_models_dir, resolve
 from memkv.model.loader import LoadedModel, load_model
@@ -46,6 +47,8 @@ class Parts:
             store = opened.enter_context(closing(open_store(config)))
             on_progress(f"loading {config.model.model}")
             models = _load_on_each_device(config)
+            pool = pool_bytes(config.engine, [each.device for each in models])
+            config = replace(config, engine=replace(config.engine, pool_bytes=pool))
             tokenizer = TextTokenizer(models[0].tokenizer)
             cutter = Cutter(tokenizer)
             on_progress(f"loading {config.model.embedder}")
