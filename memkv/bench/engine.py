@@ -52,8 +52,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     question: int = 64
     policies: tuple[str, ...] = ("map", "head:2", "select:0.1")
     far_policies: tuple[str, ...] = ("map", "select:0.1")  # from the host and from disk too,
-    far_most: int = 32_768  # up to so long contexts
-    rounds: int = 5  # a third of them for contexts that are longer than that
+    far_contexts: tuple[int, ...] = (32_768,)  # where the context is one of these
+    rounds: int = 5  # behind one that warms up; one in all from `long_context` on
+    long_context: int = 65_536
     batches: tuple[int, ...] = (1, 8, 64)
     batch_context: int = 8192
     batch_tokens: int = 64  # of each answer
@@ -64,6 +65,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 CPU_SIZES = Sizes(
     contexts=(1024,),
+    far_contexts=(1024,),
     chunk=128,
     rounds=3,
     batches=(1, 4),
@@ -78,7 +80,10 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     tier: str
     ms: float
-    load_ms: float  # of it: until the chunks were in place, or their copies submitted
+    queue_ms: float  # of it: until it had its blocks,
+    load_ms: float  # until the chunks were in place, or their copies to the device submitted,
+    look_ms: float  # until its policy had seen where the question looks,
+    prefill_ms: float  # and for what is computed afresh
     computed_tokens: int
     full_prefill_ms: float
     transformers_ms: float
@@ -168,8 +173,8 @@ class _Bench:
         sizes = self._sizes
         chunks = self._chunks(context)
         ways = [("off", "device"), *((policy, "device") for policy in sizes.policies)]
-        is_far = context <= sizes.far_most
-        rounds = sizes.rounds if is_far else max(1, sizes.rounds // 3)
+        is_far = context in sizes.far_contexts
+        rounds = sizes.rounds if context < sizes.long_context else 1
         ways += [(policy, tier) for tier in TIERS[1:] for policy in sizes.far_policies if is_far]
         found: dict[tuple[str, str], list[GenerationResult]] = {way: [] for way in ways}
         peer: list[float] = []
@@ -179,6 +184,8 @@ class _Bench:
             self._make(engine, chunks, keep=is_far)
             for number in range(rounds + 1):
                 for policy, tier in ways:
+                    if number == 0 and policy == "off" and context >= sizes.long_context:
+                        continue
                     self._tell(f"{context} tokens, round {number} of {rounds}: {policy}, {tier}")
                     self._bring(engine, chunks, tier)
                     result = engine.generate(self._request(chunks, policy), self._store).result()
@@ -194,7 +201,10 @@ class _Bench:
                 policy=policy,
                 tier=tier,
                 ms=_median([result.timings.ttft_ms for result in results]),
-                load_ms=_median([result.timings.load_ms for result in results]),
+                **{
+                    stage: _median([getattr(result.timings, stage) for result in results])
+                    for stage in ("queue_ms", "load_ms", "look_ms", "prefill_ms")
+                },
                 computed_tokens=results[0].usage.prefilled_tokens,
                 full_prefill_ms=full,
                 transformers_ms=_median(peer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import rich_click as click
@@ -14,7 +15,7 @@ from memkv.cli.target import Target, embedded_options
 
 if TYPE_CHECKING:
     from memkv.bench.compare import Comparison
-    from memkv.bench.engine import EngineBench
+    from memkv.bench.engine import EngineBench, FirstToken
     from memkv.bench.kernel import KernelBench
 
 
@@ -90,8 +91,9 @@ def engine(shape: str | None, rounds: int | None, target: Target, out: Output) -
     """First tokens by context, policy and tier, decode by batch, ingest: an engine against its peers.
 
     From the request to the token on the host, without retrieval. Beside it a full prefill by the same engine,
-    transformers, and what memory and disk give, all in one run. Contexts go up to 128k tokens on a GPU, 1k
-    elsewhere. Works in a temporary directory, inside --data-dir where that is given.
+    transformers, and what memory and disk give, all in one run. Stages, to scale: q queued, l loading chunks
+    (or handing their copies to the device), k looking, c computing. Contexts go up to 128k tokens on a GPU,
+    1k elsewhere. Works in a temporary directory, inside --data-dir where that is given.
     """
     log_warnings_to_stderr()
     with steps(out) as tell:
@@ -118,6 +120,13 @@ def engine(shape: str | None, rounds: int | None, target: Target, out: Output) -
 bench.add_command(load)
 
 
+def _stages(row: FirstToken, width: int = 30) -> str:
+    """How a first token's time was spent, to scale: q queued, l loading, k looking, c computing."""
+    stages = {"q": row.queue_ms, "l": row.load_ms, "k": row.look_ms, "c": row.prefill_ms}
+    ends = [round(width * end / row.ms) for end in itertools.accumulate(stages.values())]
+    return "".join(name * (end - start) for name, start, end in zip(stages, [0, *ends], ends, strict=False))
+
+
 def _engine_text(found: EngineBench) -> str:
     first = [
         (
@@ -127,6 +136,7 @@ def _engine_text(found: EngineBench) -> str:
             row.computed_tokens,
             f"{row.ms:.1f}",
             f"{row.full_prefill_ms / row.ms:.1f}",
+            _stages(row),
         )
         for row in found.ttft
     ]
@@ -156,7 +166,7 @@ def _engine_text(found: EngineBench) -> str:
         ("ingest", f"{found.ingest_tokens_per_s:.0f} tokens/s"),
         ("transformers' forward pass", f"{found.forward_tokens_per_s:.0f} tokens/s"),
     ]
-    columns = ("context", "policy", "tier", "computed tokens", "first token ms", "times sooner")
+    columns = ("context", "policy", "tier", "computed tokens", "first token ms", "times sooner", "stages")
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     return "\n\n".join(
         (

@@ -15,6 +15,8 @@ from memkv.cli import main
 SIZES = msgspec.structs.replace(
     CPU_SIZES,
     contexts=(96, 200),
+    far_contexts=(200,),
+    long_context=200,
     chunk=48,
     prefix=20,
     question=12,
@@ -37,9 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> EngineBench:
 
 def test_every_way_of_every_context_is_there(found: EngineBench) -> None:
     ways = [("off", "device"), *((policy, "device") for policy in SIZES.policies)]
-    ways += [(policy, tier) for tier in ("host", "disk") for policy in SIZES.far_policies]
+    far = [(policy, tier) for tier in ("host", "disk") for policy in SIZES.far_policies]
     assert [(row.context, row.policy, row.tier) for row in found.ttft] == [
-        (context, *way) for context in SIZES.contexts for way in ways
+        (context, *way) for context in SIZES.contexts for way in (*ways, *(far if context == 200 else ()))
     ]
 
 
@@ -53,6 +55,8 @@ def test_each_way_computes_what_its_name_says(found: EngineBench) -> None:
             assert row.computed_tokens == 12
         elif row.policy == "select:0.1":
             assert row.computed_tokens <= 12 + 16 * -(-blocks // 10)
+        stages = row.queue_ms + row.load_ms + row.look_ms + row.prefill_ms
+        assert stages == pytest.approx(row.ms, rel=1e-6)  # one round: no medians of different ones
         assert row.ms > row.load_ms >= 0.0 and row.transformers_ms > 0.0
         assert (row.load_ms > 0.5) == (row.tier == "disk")
 

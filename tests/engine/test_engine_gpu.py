@@ -151,7 +151,7 @@ def test_64_at_once_give_what_they_give_alone(model: LoadedModel, engine: Engine
 
 def test_decode_of_many_over_the_same_chunk_is_read_together(engine: Engine) -> None:
     prompts, source = RandomPrompts(VOCAB_SIZE, seed=4), MemorySource()
-    chunk = prompts.chunk(4000)
+    chunk = prompts.chunk(6000)
     requests = [
         GenerateRequest(
             prompts.prefix,
