@@ -9,6 +9,7 @@ Room is made by eviction, never beyond the budget; what somebody holds stays.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,14 @@ class HostPool:
                 self._free(chunk)
             else:
                 self._idle.add(chunk, 0.0 if cold else chunk.worth)
+
+    def touch(self, input_keys: Iterable[str]) -> None:
+        """These were used on the device: what is here of them stays as if it had been used here."""
+        with self._lock:
+            for chunk in filter(None, map(self._chunks.get, input_keys)):
+                chunk.uses += 1
+                if self._idle.discard(chunk):
+                    self._idle.add(chunk, chunk.worth)
 
     def drop(self, input_keys: set[str]) -> None:
         """Forgets chunks: whoever holds one keeps it, nobody finds it any more."""

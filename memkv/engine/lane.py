@@ -262,4 +262,6 @@ class Lane:
 
     def _leave(self, task: Task) -> None:
         self.scheduler.remove(task)
+        if isinstance(task, Sequence):
+            self.host_pool.touch(ref.input_key for ref in task.placement.refs)
         task.release(self.residency)

@@ -244,6 +244,21 @@ def test_who_asks_for_it_on_its_way_from_the_device_waits_for_it(driver: Driver)
     assert driver.source.reads == ["prefix"]
 
 
+def test_what_is_used_on_the_device_stays_in_host_memory_too() -> None:
+    driver = Driver(num_blocks=40, host_bytes=20 * BLOCK)  # of three chunks there, beside the prefix
+    often, *others = (driver.prompts.chunk(90, f"c{index}") for index in range(8))
+    driver.store(often, *others)
+    for chunk in others:
+        driver.finish(driver.submit(often, chunk))  # it is read once, and always on the device
+    assert driver.source.reads.count(often.input_key) == 1
+    kept = driver.lane.host_pool.find(often)
+    assert kept is not None, "it went before what was asked for once"
+    driver.lane.host_pool.let_go(kept)
+    driver.lane.residency.drop([often.input_key])
+    driver.finish(driver.submit(often))
+    assert driver.source.reads.count(often.input_key) == 1
+
+
 def test_what_is_dropped_leaves_host_memory_too(driver: Driver) -> None:
     first, second, _ = chunks_of(driver)
     driver.finish(driver.submit(first))
