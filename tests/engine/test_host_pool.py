@@ -64,6 +64,22 @@ class HostPoolMachine(RuleBasedStateMachine):
             self.held.append(found)
 
     @rule(ref=st.sampled_from(REFS))
+    def put_where_there_is_room(self, ref: ChunkRef) -> None:
+        wanted = self.pool.wants(ref, evict=False)
+        before = self.pool.counts()
+        found = self.pool.put(ref, kv_of(ref), evict=False)
+        assert (found is not None) == wanted
+        assert self.pool.counts().cached == before.cached, "something was evicted for it"
+        if found is not None:
+            self.held.append(found)
+
+    @rule(refs=st.sets(st.sampled_from(REFS)))
+    def touch(self, refs: set[ChunkRef]) -> None:
+        before = self.pool.counts()
+        self.pool.touch(ref.input_key for ref in refs)
+        assert self.pool.counts() == before
+
+    @rule(ref=st.sampled_from(REFS))
     def drop(self, ref: ChunkRef) -> None:
         self.pool.drop({ref.input_key})
         assert self.pool.find(ref) is None

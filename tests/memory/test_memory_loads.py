@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +156,26 @@ def test_warm_up_waits_while_the_engine_has_something_to_do(
     busy.clear()
     settled(memory)
     assert loads(memory) == 1 + 1 + 2
+
+
+def test_warm_up_passes_over_what_is_damaged_or_of_another_model(
+    used: Callable[..., Memory], tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = used(model__model=str(tiny_model_dir("qwen2")))
+    settled(other)
+    assert loads(other) == 0 and other.ready().status == "ready"
+    other.close()
+    for file in (tmp_path / "data" / "blocks").rglob("*.kv"):
+        file.chmod(0o600)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        file.chmod(0o400)
+    memory = used()
+    settled(memory)
+    assert memory._store.chunks.stats()["damaged_digest"] == 1 + 2, "found before a question needed it"
+    answer = memory.query(question(filter={"number": 2}, policy="map"))
+    assert answer.reuse.healed_chunks == 2, "the prefix and the chunk"
 
 
 def test_a_memory_closes_in_the_middle_of_its_warm_up(
