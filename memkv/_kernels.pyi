@@ -58,6 +58,10 @@ class Attention: ...
 class Work: ...
 class WorkShape: ...
 
+class PackedSize:
+    def __init__(self, num_entries: int, num_segments: int, block_size: int) -> None: ...
+
+
 class LoopShape:
     tile_rows: int
     stage_tokens: int
@@ -96,8 +100,11 @@ def cuda_work_shape(
     max_ranges: int,
     least_range: int,
     fixed_range: int,
+    lead: int,
 ) -> WorkShape: ...
-def cuda_work_bytes(shape: WorkShape, num_seqs: int, max_tiles: int, max_runs: int) -> int: ...
+def cuda_work_bytes(
+    shape: WorkShape, num_seqs: int, max_tiles: int, max_runs: int, packed: PackedSize
+) -> int: ...
 def cuda_work(
     memory: int,
     partials: int,
@@ -105,6 +112,7 @@ def cuda_work(
     num_seqs: int,
     max_tiles: int,
     max_runs: int,
+    packed: PackedSize,
     grid: int,
     warps: int,
     stages: int,

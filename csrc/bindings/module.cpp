@@ -69,7 +69,8 @@ WorkShape make_shape(int tile_rows,
                      int most_rows,
                      int max_ranges,
                      int least_range,
-                     int fixed_range) {
+                     int fixed_range,
+                     int lead) {
   return {tile_rows,
           stage_tokens,
           group,
@@ -79,7 +80,8 @@ WorkShape make_shape(int tile_rows,
           most_rows,
           max_ranges,
           least_range,
-          fixed_range};
+          fixed_range,
+          lead};
 }
 
 HeadRows make_rows(uintptr_t data, int64_t token_stride, int64_t head_stride, int dtype) {
@@ -122,6 +124,11 @@ void add_cuda(nb::module_& m) {
   using release = nb::call_guard<nb::gil_scoped_release>;
 
   nb::class_<WorkShape>(m, "WorkShape");
+  nb::class_<cuda::PackedSize>(m, "PackedSize")
+      .def(nb::init<int64_t, int64_t, int32_t>(),
+           arg("num_entries"),
+           arg("num_segments"),
+           arg("block_size"));
   nb::class_<cuda::Work>(m, "Work");
   nb::class_<cuda::LoopShape>(m, "LoopShape")
       .def_ro("tile_rows", &cuda::LoopShape::tile_rows)
@@ -169,13 +176,15 @@ void add_cuda(nb::module_& m) {
         arg("most_rows"),
         arg("max_ranges"),
         arg("least_range"),
-        arg("fixed_range"));
+        arg("fixed_range"),
+        arg("lead"));
   m.def("cuda_work_bytes",
         &cuda::work_bytes,
         arg("shape"),
         arg("num_seqs"),
         arg("max_tiles"),
-        arg("max_runs"));
+        arg("max_runs"),
+        arg("packed"));
   m.def(
       "cuda_work",
       [](uintptr_t memory,
@@ -184,6 +193,7 @@ void add_cuda(nb::module_& m) {
          int64_t num_seqs,
          int64_t max_tiles,
          int64_t max_runs,
+         const cuda::PackedSize& packed,
          int grid,
          int warps,
          int stages) {
@@ -193,6 +203,7 @@ void add_cuda(nb::module_& m) {
                              num_seqs,
                              max_tiles,
                              max_runs,
+                             packed,
                              grid,
                              warps,
                              stages);
@@ -203,6 +214,7 @@ void add_cuda(nb::module_& m) {
       arg("num_seqs"),
       arg("max_tiles"),
       arg("max_runs"),
+      arg("packed"),
       arg("grid"),
       arg("warps"),
       arg("stages"));

@@ -45,6 +45,7 @@ struct FewQueries {
                                  : kTiles* kSteps > 8                                ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
+  static constexpr int kTurnedAtOnce = kTiles * kSteps > 16 || kSteps % 4 != 0 ? 1 : 2;  // steps
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocksAtOnce = 1;  // of 8 warps: shared memory has no room for more
 #else
@@ -146,11 +147,10 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           reinterpret_cast<const int32_t*>(work.ranges + range)[lane];
     }
     __syncwarp();
-    int left = min(header.range_length, header.length - range * header.range_length);
-    while (left > 0) {
+    const int range_end = end_of_range(header, range);
+    while (start.unit_begin < range_end) {
       const QueryTile& tile = start.of;
-      const int taken = min(left, tile.unit_length - start.stage);
-      const int begin = start.stage, end = min(begin + taken, tile.num_stages);
+      const int begin = start.stage, end = min(tile.num_stages, range_end - start.unit_begin);
 
       // 1. Look up the first stages. The query rows are on their way while those are asked for.
       constexpr int kMine = 1;
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
       BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
       if (my_begin < my_end) {
-        // The first turn is on its way too: later ones wait for memory while other warps work.
+        // The first turn is on its way too, to shared memory: later ones wait for global memory
+        // while other warps work.
         const float* turn =
             turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
         if (turn != nullptr) {
@@ -215,6 +216,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         keep_query(i, load_query(i));
       }
       if (threadIdx.x < Loop::kRows) positions[threadIdx.x] = my_position;
+      copy_async_wait<0>();
       __syncthreads();
 
       float top[kTiles][2], exact[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
@@ -239,11 +241,12 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         if (taken_from.enter(stage) || stage == my_begin) {
           segment = taken_from.segment();
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
-          const float* const turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
+          const float* turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
+          if (turn[0] != nullptr && stage == my_begin) turn[0] = first_turn;
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const float* row = rows + (t * 8 + g) * Loop::kRowFloats;
-            turn_rows<kSteps, 1, (kTiles * kSteps > 16 ? 1 : 2)>(
+            turn_rows<kSteps, 1, Loop::kTurnedAtOnce>(
                 turn,
                 pairs,
                 q,
@@ -429,7 +432,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       }
       if constexpr (kMass) {
         __syncthreads();  // the query's rows are read
-        next_part(work, start, left, taken);
+        next_part(work, start, range_end);
         continue;
       }
 
@@ -496,7 +499,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       }
 
       // 5. The next unit.
-      next_part(work, start, left, taken);
+      next_part(work, start, range_end);
     }
   }
   if (!waited) wait_for_predecessor();

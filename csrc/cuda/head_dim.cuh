@@ -105,7 +105,7 @@ LoopShape loop_shape_of(
     return {kManyRows,
             Many::kTokens,
             kManyWarps,
-            kManyStages,
+            Many::kStages,
             empty ? 0 : workers(kernel, kManyThreads, Many::kBytes)};
   }
   if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);

@@ -48,7 +48,12 @@ class Arrays {
   int64_t bytes_ = 0;
 };
 
-void lay_out(Arrays& arrays, Work& work, int64_t num_seqs, int64_t max_tiles, int64_t max_runs) {
+void lay_out(Arrays& arrays,
+             Work& work,
+             int64_t num_seqs,
+             int64_t max_tiles,
+             int64_t max_runs,
+             const PackedSize& packed) {
   work.header = arrays.take<WorkHeader>(1);
   work.tiles = arrays.take<QueryTile>(max_tiles);
   work.unit_begin = arrays.take<int32_t>(max_tiles + 1);
@@ -57,6 +62,13 @@ void lay_out(Arrays& arrays, Work& work, int64_t num_seqs, int64_t max_tiles, in
   work.arrived = arrays.take<int32_t>(max_tiles * work.shape.num_kv_heads);
   work.first_tile = arrays.take<int32_t>(num_seqs);
   work.first_run = arrays.take<int32_t>(num_seqs);
+  if (packed.num_entries == 0) return;
+  work.packed.blocks = arrays.take<StageBlock>(packed.num_entries);
+  work.packed.runs = arrays.take<PackedRun>(packed.num_segments + 1);
+  work.packed.order = arrays.take<int32_t>(packed.num_segments);
+  work.packed.first_block = arrays.take<int32_t>(packed.num_segments);
+  work.packed.of_sequence = arrays.take<int32_t>(2 * num_seqs);
+  work.packed.block_size = packed.block_size;
 }
 
 }  // namespace
@@ -75,11 +87,15 @@ LoopShape loop_shape(
   return kernels_for(cache.head_dim).loop_shape(loop, cache, tile_rows, exact, warps, stages);
 }
 
-int64_t work_bytes(const WorkShape& shape, int64_t num_seqs, int64_t max_tiles, int64_t max_runs) {
+int64_t work_bytes(const WorkShape& shape,
+                   int64_t num_seqs,
+                   int64_t max_tiles,
+                   int64_t max_runs,
+                   const PackedSize& packed) {
   Arrays arrays(nullptr);
   Work work{};
   work.shape = shape;
-  lay_out(arrays, work, num_seqs, max_tiles, max_runs);
+  lay_out(arrays, work, num_seqs, max_tiles, max_runs, packed);
   return arrays.bytes();
 }
 
@@ -89,13 +105,14 @@ Work work_at(void* memory,
              int64_t num_seqs,
              int64_t max_tiles,
              int64_t max_runs,
+             const PackedSize& packed,
              int32_t grid,
              int32_t warps,
              int32_t stages) {
   Arrays arrays(memory);
   Work work{};
   work.shape = shape;
-  lay_out(arrays, work, num_seqs, max_tiles, max_runs);
+  lay_out(arrays, work, num_seqs, max_tiles, max_runs, packed);
   work.partials = partials;
   work.max_tiles = int32_t(max_tiles);
   work.group_magic = 65536u / uint32_t(shape.group) + 1;

@@ -30,15 +30,27 @@ struct LoopShape {
 LoopShape loop_shape(
     Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages);
 
+// Of a work whose stages hold blocks of several segments, as those of Loop::kMany do; else zeros.
+struct PackedSize {
+  int64_t num_entries;
+  int64_t num_segments;
+  int32_t block_size;
+};
+
 // Bytes of device memory for a Work of at most so many tiles, runs and sequences; and the Work that
 // lies there.
-int64_t work_bytes(const WorkShape& shape, int64_t num_seqs, int64_t max_tiles, int64_t max_runs);
+int64_t work_bytes(const WorkShape& shape,
+                   int64_t num_seqs,
+                   int64_t max_tiles,
+                   int64_t max_runs,
+                   const PackedSize& packed);
 Work work_at(void* memory,
              float* partials,
              const WorkShape& shape,
              int64_t num_seqs,
              int64_t max_tiles,
              int64_t max_runs,
+             const PackedSize& packed,
              int32_t grid,
              int32_t warps,
              int32_t stages);

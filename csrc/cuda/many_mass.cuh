@@ -1,10 +1,10 @@
 // What the rows of a tile of many_queries.cuh give to each block of a stage: sums of their weights.
 //
-//     R = W I       16 rows x groups of 8 tokens      I: whether a token is in a group
-//     M = H R       heads x groups                    H: whether a row is of a head
+//     a lane      adds up its tokens of a block; four lanes have a row
+//     a warp      keeps the sums of its 16 rows, where V of the stages would be
+//     all warps   after kKept stages add up rows of the same head, a warp for each stage
 //
-// Both on the tensor cores, in terms of bfloat16 that keep 16 and 24 digits. A warp's M goes where
-// V of the stage would be, and one barrier later is added to those of the other warps, in order.
+// Everything is added in float32, in one order.
 #pragma once
 
 #include "many_products.cuh"
@@ -12,26 +12,31 @@
 
 namespace memkv::cuda {
 
-inline constexpr int kManyMassGroup = 32;  // heads of a kv head, at most
-
-// Where a stage's sums are, and the blocks that they are of.
-struct MassEntries {
-  const unsigned char* sums;
-  int first;       // in block_ids
-  int num_tokens;  // from the stage's first to the end of the segment
-};
-
 template <typename T, int kHeadDim, int kBlockSize>
 class StageMass {
   using Loop = ManyQueries<T, kHeadDim>;
-  using Numbers = Packed<__nv_bfloat16>;
-  static constexpr int kGroups = Loop::kTokens / 8;  // of 8 tokens
-  static_assert(kManyWarps * kManyMassGroup * 8 * 4 <= Loop::kValueBytes);
+  static constexpr int kTokens = Loop::kTokens, kBlocks = kTokens / kBlockSize;
+  static constexpr int kKept = 2 * Loop::kStages;    // stages: two where V of each would be
+  static constexpr int kRowFloats = kManyRows + 16;  // of a block: two blocks share no bank
+  static constexpr int kSumBytes = kBlocks * kRowFloats * 4;
+  static_assert(kKept <= kManyWarps);
+  static_assert(2 * kSumBytes <= Loop::kValueBytes);
 
  public:
-  __device__ __forceinline__
-  StageMass(const Attention& call, const Work& work, const QueryTile& tile, int kv_head)
-      : call_(call), work_(work), tile_(tile), kv_head_(kv_head) {}
+  __device__ __forceinline__ StageMass(const Attention& call,
+                                       const Work& work,
+                                       const QueryTile& tile,
+                                       int kv_head,
+                                       unsigned char* ring,
+                                       const Team& team)
+      : call_(call),
+        work_(work),
+        tile_(tile),
+        kv_head_(kv_head),
+        ring_(ring),
+        team_(team),
+        kept_(0),
+        block_{} {}
 
   // Of this lane's rows, in units of log2. A row that sees nothing has weights of 0 whatever it is.
   __device__ __forceinline__ void read_lse(float (&lse)[2]) const {
@@ -43,95 +48,92 @@ class StageMass {
     }
   }
 
+  // block: of the stage, lane % kBlocks.
+  __device__ __forceinline__ void begin_stage(const StageBlock& block) {
+    if (kept_ == kKept) {
+      finish();
+      team_.sync();
+      kept_ = 0;
+    }
+    if (kept_ == int(threadIdx.x / 32)) block_ = block;
+    ++kept_;
+  }
+
   // weight: fragments of this warp's 16 rows x the stage's tokens.
-  __device__ __forceinline__ void keep(const float (&weight)[8 * kGroups / 2],
-                                       unsigned char* sums) const {
+  __device__ __forceinline__ void keep(const float (&weight)[kTokens / 2]) const {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    float rows[4] = {};
+    float sum[2 * kBlocks];  // of row g, then of row g + 8
 #pragma unroll
-    for (int n = 0; n < kGroups / 2; ++n) {
-      const float* const w = weight + 8 * n;
-      const uint32_t low = g == 2 * n ? Numbers::kOnes : 0,
-                     high = g == 2 * n + 1 ? Numbers::kOnes : 0;
-      uint32_t term[4][2];
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const float* const of = weight + i % kBlocks * (kBlockSize / 2) + i / kBlocks * 2;
+      sum[i] = of[0] + of[1];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) split<__nv_bfloat16, 2>(w[2 * i], w[2 * i + 1], term[i]);
+      for (int n = 1; n < kBlockSize / 8; ++n) sum[i] += of[4 * n] + of[4 * n + 1];
+    }
+    // Lanes of a row divide its sums among them: row g + 8 is of odd ones.
+    float half[kBlocks];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t a[4] = {term[0][i], term[1][i], term[2][i], term[3][i]};
-        Numbers::multiply_add(rows, a, low, high);
+    for (int i = 0; i < kBlocks; ++i) {
+      const float own = q % 2 == 0 ? sum[i] : sum[i + kBlocks];
+      const float other = q % 2 == 0 ? sum[i + kBlocks] : sum[i];
+      half[i] = own + __shfl_xor_sync(kAllLanes, other, 1);
+    }
+    float* const row = sums_of(kept_ - 1) + threadIdx.x / 32 * 16 + g + q % 2 * 8;
+    if constexpr (kBlocks == 1) {
+      half[0] += __shfl_xor_sync(kAllLanes, half[0], 2);
+      if (q < 2) row[0] = half[0];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlocks / 2; ++i) {
+        const float own = q < 2 ? half[i] : half[i + kBlocks / 2];
+        const float other = q < 2 ? half[i + kBlocks / 2] : half[i];
+        row[(q / 2 * (kBlocks / 2) + i) * kRowFloats] = own + __shfl_xor_sync(kAllLanes, other, 2);
       }
-    }
-    uint32_t first[3], second[3];  // of rows 0..7 and 8..15
-    split<__nv_bfloat16, 3>(rows[0], rows[1], first);
-    split<__nv_bfloat16, 3>(rows[2], rows[3], second);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      first[i] = transpose(first[i]);
-      second[i] = transpose(second[i]);
-    }
-    float2* const mine = mine_of(sums);
-    for (int head = 0; head < work_.shape.group; head += 16) {
-      float heads[4] = {};
-      const uint32_t a[4] = {is_of(head + g, 2 * q),
-                             is_of(head + g + 8, 2 * q),
-                             is_of(head + g, 2 * q + 8),
-                             is_of(head + g + 8, 2 * q + 8)};
-#pragma unroll
-      for (int i = 0; i < 3; ++i) Numbers::multiply_add(heads, a, first[i], second[i]);
-      if (head + g < work_.shape.group) mine[(head + g) * 4 + q] = {heads[0], heads[1]};
-      if (head + g + 8 < work_.shape.group) mine[(head + g + 8) * 4 + q] = {heads[2], heads[3]};
     }
   }
 
   // This warp sees nothing of the stage.
-  __device__ __forceinline__ void keep_none(unsigned char* sums) const {
-    float2* const mine = mine_of(sums);
-    for (int i = threadIdx.x % 32; i < work_.shape.group * 4; i += 32) mine[i] = {};
+  __device__ __forceinline__ void keep_none() const {
+    float* const rows = sums_of(kept_ - 1) + threadIdx.x / 32 * 16;
+    for (int i = threadIdx.x % 32; i < kBlocks * 16; i += 32)
+      rows[i / 16 * kRowFloats + i % 16] = 0;
   }
 
-  // Writes the sums of a stage that all warps kept before the last barrier.
-  __device__ __forceinline__ void store(const MassEntries& of) const {
-    if (of.sums == nullptr) return;
-    constexpr int kBlocks = Loop::kTokens / kBlockSize;
-    for (int i = threadIdx.x; i < work_.shape.group * kBlocks; i += kManyWarps * 32) {
-      const int head = i / kBlocks, block = i % kBlocks;
-      if (block * kBlockSize >= of.num_tokens) continue;
-      const float* from =
-          reinterpret_cast<const float*>(of.sums) + head * 8 + block * (kBlockSize / 8);
+  // Writes what was kept.
+  __device__ __forceinline__ void finish() const {
+    team_.sync();
+    const int warp = threadIdx.x / 32, group = work_.shape.group;
+    if (warp >= kept_) return;
+    if (block_.num_tokens == 0) return;
+    static_assert(32 % kBlocks == 0);
+    const float* const sums = sums_of(warp) + threadIdx.x % kBlocks * kRowFloats;
+    for (int head = threadIdx.x % 32 / kBlocks; head < group; head += 32 / kBlocks) {
       float all = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kManyWarps; ++warp) {
-#pragma unroll
-        for (int j = 0; j < kBlockSize / 8; ++j) all += from[warp * kManyMassGroup * 8 + j];
+#pragma unroll 4
+      for (int row = (head + group - tile_.first_head) % group; row < tile_.num_rows;
+           row += group) {
+        all += sums[row];
       }
       const int64_t plane = int64_t{tile_.index} * call_.num_heads;
-      call_.block_mass[(plane + kv_head_ * work_.shape.group + head) * call_.plan.num_entries +
-                       of.first + block] = all;
+      call_.block_mass[(plane + kv_head_ * group + head) * call_.plan.num_entries + block_.entry] =
+          all;
     }
   }
 
  private:
-  // This warp's sums: [head][8 groups].
-  static __device__ __forceinline__ float2* mine_of(unsigned char* sums) {
-    return reinterpret_cast<float2*>(sums) + threadIdx.x / 32 * kManyMassGroup * 4;
-  }
-
-  // 1 where row and row + 1 of this warp are of a head, as two numbers.
-  __device__ __forceinline__ uint32_t is_of(int head, int row) const {
-    const int first = threadIdx.x / 32 * 16 + row;
-    const auto one = [&](int at) {
-      return at < tile_.num_rows && head < work_.shape.group &&
-             (tile_.first_head + at) % work_.shape.group == head;
-    };
-    return (one(first) ? Numbers::kOnes & 0xffffu : 0) |
-           (one(first + 1) ? Numbers::kOnes & 0xffff0000u : 0);
+  __device__ __forceinline__ float* sums_of(int kept) const {
+    return reinterpret_cast<float*>(ring_ + kept % Loop::kStages * Loop::kStageBytes +
+                                    Loop::kKeyBytes + kept / Loop::kStages * kSumBytes);
   }
 
   const Attention& call_;
   const Work& work_;
   const QueryTile& tile_;
   int kv_head_;
+  unsigned char* ring_;
+  const Team& team_;
+  int kept_;          // stages, this one included
+  StageBlock block_;  // of this warp's stage
 };
 
 }  // namespace memkv::cuda

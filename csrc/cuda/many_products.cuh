@@ -4,7 +4,8 @@
 //     K in shared memory  [head_dim / 8][stage tokens][8]   as in a block, but blocks side by side
 //     V in shared memory  [stage tokens / 8][head_dim][8]   8 x 8 core matrices too: no bank twice
 //
-// For warpgroups, each group of 8 tokens of V is followed by 8 rows of ones: the sum of the weights.
+// For warpgroups, each group of 8 tokens of V is followed by 8 rows of ones, as if head_dim were 8
+// more: the sum of the weights. With head_dim 256 they are apart.
 #pragma once
 
 #include "stages.cuh"
@@ -17,17 +18,19 @@ inline constexpr int kManyWarps = 8;  // that multiply
 inline constexpr int kCopyWarps = 4;  // that fill the ring
 inline constexpr int kManyThreads = (kManyWarps + kCopyWarps) * 32;
 inline constexpr int kManyRows = 16 * kManyWarps;
-inline constexpr int kManyStages = 3;
 
 template <typename T, int kHeadDim>
 struct ManyQueries {
   static constexpr int kTokens = kHeadDim > 128 ? 32 : 64;
+  static constexpr int kStages =
+      kHeadDim > 128 ? 3 : 4;  // of the ring: as many as there is room for
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kKeyBytes = kHeadDim * kTokens * 2;
-  static constexpr int kOnesBytes = 128;  // 8 more rows of V
-  // Between groups of 8 tokens, so that their copies share no bank; head_dim 256 has no room for it.
-  static constexpr int kValuePad = kHeadDim > 128 ? 0 : 64;
-  static constexpr int kValueGroupBytes = kHeadDim * 16 + kOnesBytes + kValuePad;
+  // Behind 8 tokens of V: 8 rows of ones, and a space, so that copies of two groups share no bank.
+  // head_dim 256 has no room for them, and its ones apart.
+  static constexpr int kOnesBytes = 128;
+  static constexpr bool kOnesApart = kHeadDim > 128;
+  static constexpr int kValueGroupBytes = kHeadDim * 16 + (kOnesApart ? 0 : kOnesBytes + 64);
   static constexpr int kValueBytes = kTokens / 8 * kValueGroupBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kQueryBytes = kSteps * 32 * 16;  // of one term of a warp
@@ -38,28 +41,82 @@ struct ManyQueries {
   static_assert(kManyWarps * kRegisters + kCopyWarps * kCopyRegisters ==
                 (kManyWarps + kCopyWarps) * 168);
 
-  static constexpr int kQueryAt = kManyStages * kStageBytes;
-  static constexpr int kPositionsAt = kQueryAt + kManyWarps * 2 * kQueryBytes;
+  // Beside each stage: the run that it is of, its blocks (at most those of 8 tokens), and the turn of
+  // the run.
+  static constexpr bool kHasTurns = kHeadDim <= 128;  // if there is room
+  static constexpr int kBlocksAt = int(sizeof(StageRun));
+  static constexpr int kTurnAt = kBlocksAt + kTokens / 8 * int(sizeof(StageBlock));
+  static constexpr int kRunBytes = kTurnAt + (kHasTurns ? kHeadDim * 4 : 0);
+
+  static constexpr int kQueryAt = kStages * kStageBytes;
+  static constexpr int kRunsAt = kQueryAt + kManyWarps * 2 * kQueryBytes;
+  static constexpr int kOnesAt = kRunsAt + kStages * kRunBytes;
+  static constexpr int kPositionsAt = kOnesAt + (kOnesApart ? 2 * kOnesBytes : 0);
   static constexpr int kWalksAt = kPositionsAt + kManyRows * 4;
   static constexpr int kBarriersAt = kWalksAt + (kManyWarps + kCopyWarps) * int(sizeof(RangeWalk));
-  static constexpr int kFlagAt = kBarriersAt + 2 * kManyStages * 8;
+  static constexpr int kFlagAt = kBarriersAt + 2 * kStages * 8;
   static constexpr int kBytes = kFlagAt + 16;
   static_assert(kBytes <= 227 * 1024);
 };
 
-// score [16 rows, stage tokens], out [16 rows, head_dim] and sum are of a warp, in fragments of
-// 16 x 8; query and weight are fragments of 16 x 16.
+// score [16 rows, stage tokens] and out [16 rows, head_dim + 8] are of a warp, in fragments of
+// 16 x 8, the last of out the sum of the weights; query and weight are fragments of 16 x 16.
 template <typename T, int kHeadDim>
 struct ManyProducts {
   using Loop = ManyQueries<T, kHeadDim>;
   using Numbers = Packed<T>;
   static constexpr bool kTogether = kHasWarpgroups;
+  // Whether queries stay in registers, and outputs of a stage are multiplied beside the next one's
+  // scores: registers are short at head_dim 256.
+  static constexpr bool kOverlaps = kTogether && kHeadDim <= 128;
   static constexpr int kSteps = Loop::kSteps, kTokens = Loop::kTokens, kTokenTiles = kTokens / 8;
+  static constexpr int kOutputs = 4 * (2 * kSteps + 1);
+  using Scores = float[4 * kTokenTiles];
+  using Outputs = float[kOutputs];
+  using Weights = uint32_t[kTokens / 16][4];
+  using Query = uint32_t[kSteps][4];
+
+  // query [kSteps][lane].
+  static __device__ __forceinline__ void load_query(Query& a, const uint4* query) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint4 x = query[step * 32 + threadIdx.x % 32];
+      a[step][0] = x.x, a[step][1] = x.y, a[step][2] = x.z, a[step][3] = x.w;
+    }
+  }
+
+  // Adds to the scores.
+  static __device__ __forceinline__ void scores(Scores& score, Query& a, uint32_t stage) {
+    begin_scores(score, a, stage);
+    wait_for_products<0>();
+    pin_query(a);
+    pin(score);
+  }
+
+  // Adds to the scores, while weight times the V of another stage is added to out: that is done
+  // once wait_for_outputs() is.
+  static __device__ __forceinline__ void scores_beside_outputs(Scores& score,
+                                                               Query& a,
+                                                               uint32_t stage,
+                                                               Outputs& out,
+                                                               Weights& weight,
+                                                               uint32_t other_stage) {
+    pin(out);
+    pin_weights(weight);
+    begin_scores(score, a, stage);
+    begin_outputs(out, weight, other_stage, 0);
+    wait_for_products<1>();
+    pin_query(a);
+    pin(score);
+  }
+  static __device__ __forceinline__ void wait_for_outputs(Outputs& out, Weights& weight) {
+    wait_for_products<0>();
+    pin_weights(weight);
+    pin(out);
+  }
 
   // Adds to the scores; query [kSteps][lane].
-  static __device__ __forceinline__ void scores(float (&score)[4 * kTokenTiles],
-                                                const uint4* query,
-                                                uint32_t stage) {
+  static __device__ __forceinline__ void scores(Scores& score, const uint4* query, uint32_t stage) {
     const int lane = threadIdx.x % 32;
     if constexpr (kTogether) {
       constexpr int kAtOnce = kSteps > 8 ? 2 : kSteps;  // registers are short at head_dim 256
@@ -78,7 +135,8 @@ struct ManyProducts {
           Warpgroup<T, kTokens>::multiply_add(
               score, a[i], core_matrices(stage + (base + i) * 2 * (kTokens * 16), kTokens * 16));
         }
-        wait_for_products();
+        commit_products();
+        wait_for_products<0>();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) pin(a[i]);
         pin(score);
@@ -112,40 +170,17 @@ struct ManyProducts {
     }
   }
 
-  // Adds weight [stage tokens / 16] times V to out, and times ones to sum.
-  static __device__ __forceinline__ void outputs(float (&out)[2 * kSteps][4],
-                                                 float (&sum)[4],
-                                                 uint32_t (&weight)[kTokens / 16][4],
-                                                 uint32_t stage) {
+  // Adds weight times V to out, and times ones to the sum; ones: where they are, if apart.
+  static __device__ __forceinline__ void outputs(Outputs& out,
+                                                 Weights& weight,
+                                                 uint32_t stage,
+                                                 uint32_t ones) {
     if constexpr (kTogether) {
-      float* const flat = &out[0][0];
-      pin(sum);
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) pin(out[i]);
+      pin(out);
+      pin_weights(weight);
       begin_products();
-#pragma unroll
-      for (int n = 0; n < kTokens / 16; ++n) {
-        const auto matrices = [&](int d) {
-          return core_matrices(stage + Loop::kKeyBytes + n * 2 * Loop::kValueGroupBytes + d * 16,
-                               Loop::kValueGroupBytes);
-        };
-#pragma unroll
-        for (int d = 0; d + 64 <= kHeadDim; d += 64) {
-          Warpgroup<T, 64>::multiply_add(flat + d / 2, weight[n], matrices(d));
-        }
-        constexpr int kRest = kHeadDim % 64;
-        if constexpr (kRest > 0) {
-          Warpgroup<T, kRest>::multiply_add(
-              flat + (kHeadDim - kRest) / 2, weight[n], matrices(kHeadDim - kRest));
-        }
-        Warpgroup<T, 8>::multiply_add(sum, weight[n], matrices(kHeadDim));
-      }
-      wait_for_products();
-#pragma unroll
-      for (int n = 0; n < kTokens / 16; ++n) pin(weight[n]);
-      pin(sum);
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) pin(out[i]);
+      begin_outputs(out, weight, stage, ones);
+      wait_for_outputs(out, weight);
     } else {
       const int lane = threadIdx.x % 32;
       const uint32_t values = stage + Loop::kKeyBytes + (lane % 8 + lane / 16 * 8) * 16 +
@@ -163,22 +198,66 @@ struct ManyProducts {
           }
         }
       };
+      const auto fragment = [&](int n) -> float(&)[4] {
+        return *reinterpret_cast<float(*)[4]>(out + 4 * n);
+      };
       load(0);
 #pragma unroll
       for (int batch = 0; batch < kTokens / 16 * kBatches; ++batch) {
         if (batch + 1 < kTokens / 16 * kBatches) load(batch + 1);
         const uint32_t(&a)[4] = weight[batch / kBatches];
-        if (batch % kBatches == 0) Numbers::multiply_add(sum, a, kOnes, kOnes);
+        if (batch % kBatches == 0) Numbers::multiply_add(fragment(2 * kSteps), a, kOnes, kOnes);
 #pragma unroll
         for (int m = 0; m < kBatch; ++m) {
           const int step = batch % kBatches * kBatch + m;
           if (step >= kSteps) break;
           const Fragment& of = v[batch % 2][m];
-          Numbers::multiply_add(out[2 * step], a, of.r[0], of.r[1]);
-          Numbers::multiply_add(out[2 * step + 1], a, of.r[2], of.r[3]);
+          Numbers::multiply_add(fragment(2 * step), a, of.r[0], of.r[1]);
+          Numbers::multiply_add(fragment(2 * step + 1), a, of.r[2], of.r[3]);
         }
       }
     }
+  }
+
+ private:
+  static __device__ __forceinline__ void begin_scores(Scores& score, Query& a, uint32_t stage) {
+    pin_query(a);
+    pin(score);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Warpgroup<T, kTokens>::multiply_add(
+          score, a[step], core_matrices(stage + step * 2 * (kTokens * 16), kTokens * 16));
+    }
+    commit_products();
+  }
+  static __device__ __forceinline__ void begin_outputs(Outputs& out,
+                                                       Weights& weight,
+                                                       uint32_t stage,
+                                                       uint32_t ones) {
+#pragma unroll
+    for (int n = 0; n < kTokens / 16; ++n) {
+      const auto matrices = [&](int d) {
+        return core_matrices(stage + Loop::kKeyBytes + n * 2 * Loop::kValueGroupBytes + d * 16,
+                             Loop::kValueGroupBytes);
+      };
+      if constexpr (Loop::kOnesApart) {
+        Warpgroup<T, kHeadDim>::multiply_add(out, weight[n], matrices(0));
+        Warpgroup<T, 8>::multiply_add(
+            out + kHeadDim / 2, weight[n], core_matrices(ones, Loop::kOnesBytes));
+      } else {
+        Warpgroup<T, kHeadDim + 8>::multiply_add(out, weight[n], matrices(0));
+      }
+    }
+    commit_products();
+  }
+  static __device__ __forceinline__ void pin_query(Query& a) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) pin(a[step]);
+  }
+  static __device__ __forceinline__ void pin_weights(Weights& weight) {
+#pragma unroll
+    for (int n = 0; n < kTokens / 16; ++n) pin(weight[n]);
   }
 };
 

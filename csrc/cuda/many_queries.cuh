@@ -5,10 +5,17 @@
 //
 // Rows of a tile are query tokens times the heads of a kv head; their positions may be any. Grid
 // and ranges as in few_queries.cuh, with stages of 64 tokens (32 where head_dim is 256) that all
-// warps share: a ring of three, which four more warps fill (many_copies.cuh).
+// warps share: a ring, which four more warps fill (many_copies.cuh). A stage holds blocks of all
+// segments that turn a query alike (packed_runs.h), and says where each block stands.
 //
 //     K in shared memory  [head_dim / 8][stage tokens][8]   as in a block, but blocks side by side
 //     V in shared memory  [stage tokens / 8][head_dim][8]   8 x 8 core matrices too: no bank twice
+//
+// On sm_90a, up to head_dim 128, outputs are one stage behind scores, so that the tensor cores have
+// work while weights are found:
+//
+//     scores of i | outputs of i - 1        on the tensor cores
+//                 | weights of i            beside them
 //
 // What a block holds past the segment's end is not copied: zeros take its place. A turned query has
 // more digits than it came with; its first term keeps as many as it had. Where scores are loud
@@ -46,20 +53,25 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
   const float unit = scaled.unit();
   const RotaryPairs pairs{call.rotary_dim, call.interleaved};
   using Products = ManyProducts<T, kHeadDim>;
-  constexpr bool kTogether = Products::kTogether;
+  constexpr bool kTogether = Products::kTogether, kOverlaps = Products::kOverlaps;
+  constexpr int kNone = -1;
+  const float loud_from = kLoud / fabsf(scaled.scale);
   constexpr int kRowsTogether = kTogether ? 64 : 16;  // rows that are multiplied at once
   const int first_row = warp * 16 / kRowsTogether * kRowsTogether;
-  if constexpr (kTogether && !kMass) {  // behind each group of 8 tokens of V
-    constexpr int kOnesAt = Loop::kKeyBytes + kHeadDim * 16, kGroups = kTokens / 8;
-    for (int i = threadIdx.x; i < kManyStages * kGroups * 32; i += kManyThreads) {
-      const int group = i / 32 % kGroups, stage = i / 32 / kGroups;
-      *reinterpret_cast<uint32_t*>(shared + stage * Loop::kStageBytes + kOnesAt +
-                                   group * Loop::kValueGroupBytes + i % 32 * 4) = Numbers::kOnes;
+  if constexpr (kTogether && !kMass) {
+    constexpr int kGroups = kTokens / 8, kOnes = Loop::kOnesBytes / 4;
+    for (int i = threadIdx.x; i < (Loop::kOnesApart ? 2 : Loop::kStages * kGroups) * kOnes;
+         i += kManyThreads) {
+      const int group = i / kOnes % kGroups, stage = i / kOnes / kGroups;
+      const int at = Loop::kOnesApart ? Loop::kOnesAt + group * Loop::kOnesBytes
+                                      : stage * Loop::kStageBytes + Loop::kKeyBytes +
+                                            group * Loop::kValueGroupBytes + kHeadDim * 16;
+      *reinterpret_cast<uint32_t*>(shared + at + i % kOnes * 4) = Numbers::kOnes;
     }
   }
   RangeWalk& walk = reinterpret_cast<RangeWalk*>(shared + Loop::kWalksAt)[warp];
   const RangeStart& start = walk.start;
-  RingPlace at_ring(shared_address(shared + Loop::kBarriersAt));
+  RingPlace<Loop::kStages> at_ring(shared_address(shared + Loop::kBarriersAt));
   if (threadIdx.x == 0) at_ring.init();
   __syncthreads();
 
@@ -96,42 +108,63 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       most = max(most, __shfl_xor_sync(kAllLanes, most, across));
     }
 
-    float top[2] = {kMinusInfinity, kMinusInfinity}, exact[2] = {0.0f, 0.0f}, sum[4] = {};
-    float out[2 * kSteps][4];
+    float top[2] = {kMinusInfinity, kMinusInfinity}, exact[2] = {0.0f, 0.0f};
+    typename Products::Outputs out;
 #pragma unroll
-    for (int n = 0; n < 2 * kSteps; ++n) {
-      out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
-    }
+    for (int i = 0; i < Products::kOutputs; ++i) out[i] = 0.0f;
 
-    const StageMass<T, kHeadDim, kBlockSize> mass(call, work, tile, start.kv_head);
-    MassEntries entries{};
+    // Where products overlap: the query as it is in this run, and the weights of the stage before,
+    // whose outputs are owed to `out`. Weights are zeros where none are.
+    typename Products::Query terms;
+    typename Products::Weights weight{};
+    int owed = kNone;  // the slot of that stage
+    const auto stage_at = [&](int slot) { return ring + slot * Loop::kStageBytes; };
+    const auto settle = [&] {
+      if (!kOverlaps || owed == kNone) return;
+      Products::outputs(out, weight, stage_at(owed), ring + Loop::kOnesAt);
+      at_ring.release(owed);
+      owed = kNone;
+#pragma unroll
+      for (int i = 0; i < Loop::kTokens / 4; ++i) weight[i / 4][i % 4] = 0;
+    };
+
+    StageMass<T, kHeadDim, kBlockSize> mass(call, work, tile, start.kv_head, shared, team);
     if constexpr (kMass) mass.read_lse(top);
 
-    // 2. Stage after stage.
-    StageCursor taken_from(work, tile.first_run, tile.num_runs, start.stage);
-    Segment segment{};
-    TileView view(segment, 0, 0, 0);
-    TokenRange sees[2]{};
-    bool two_terms = false;
-    const auto turns_here = [&] {
-      return work.shared.of_groups ? call.rotary_dim > 0
-                                   : turn_of(call, taken_from.segment(), 0) != nullptr;
+    // The first position that a row at one sees.
+    const auto sees_from = [&](int32_t at) {
+      return call.window > 0 ? int32_t(max(int64_t{at} - call.window + 1, int64_t{INT32_MIN}))
+                             : INT32_MIN;
     };
+    const int32_t from_position[2] = {sees_from(position[0]), sees_from(position[1])};
+    const int32_t from_least = sees_from(least), from_most = sees_from(most);
+
+    // 2. Stage after stage.
+    Segment segment{};
+    bool two_terms = false;
+    int turned = 0;  // by how much the query is
     for (int stage = start.stage; stage < walk.end; ++stage) {
       at_ring.wait_full();
-      if constexpr (kTogether) fence_for_products();
-      if constexpr (kMass) team.sync();  // all have kept the stage before
-      const bool enters = taken_from.enter(stage) || stage == start.stage;
-      if (enters) two_terms = turns_here();
-      if (enters && takes_part) {
-        segment = taken_from.segment();
-        view = TileView(segment, least, most, call.window);
-        sees[0] = visible_tokens(segment, position[0], call.window);
-        sees[1] = visible_tokens(segment, position[1], call.window);
+      const int slot = at_ring.slot();
+      unsigned char* const run_at = shared + Loop::kRunsAt + slot * Loop::kRunBytes;
+      const StageRun& run = *reinterpret_cast<const StageRun*>(run_at);
+      const bool begins = stage == start.stage, enters = begins || stage == run.stages_before;
+      if (enters) {
+        segment = run.segment();
+        two_terms = call.rotary_dim > 0 &&
+                    (work.shared.of_groups || segment.position != segment.stored_position);
+      }
+      const int turns = segment.position - segment.stored_position;
+      if (takes_part && (begins || turns != turned)) {
+        settle();
+        turned = turns;
         const uint16_t* const q_data = static_cast<const uint16_t*>(call.q.data);
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {  // rows g and g + 8, one after the other
-          const float* turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
+          const float* turn[] = {turn_of(call, segment, run.index)};
+          if (Loop::kHasTurns && turn[0] != nullptr) {
+            turn[0] = reinterpret_cast<const float*>(run_at + Loop::kTurnAt);
+          }
           RowPlace place =
               place_of(work, tile, start.kv_head, min(warp * 16 + g + 8 * i, tile.num_rows - 1));
           if (work.shared.of_groups) {  // each turns as its own segment asks, if only by 0
@@ -142,7 +175,11 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
           }
           const uint16_t* const row = q_data + call.q.offset(place.token, place.head);
           uint32_t* const to = reinterpret_cast<uint32_t*>(query + lane) + i;
-          turn_rows<kSteps, 1, (kSteps > 8 ? 1 : 2)>(
+          turn_rows<kSteps,
+                    1,
+                    (kSteps > 8  ? 1
+                     : kTogether ? 4
+                                 : 2)>(
               turn,
               pairs,
               q,
@@ -161,38 +198,57 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
                 }
               });
         }
+        if constexpr (kOverlaps) Products::load_query(terms, query);
       }
-      const int first_token = taken_from.stage_of_segment(stage) * kTokens;
-      const uint32_t here = ring + at_ring.slot() * Loop::kStageBytes;
-      unsigned char* const values = shared + at_ring.slot() * Loop::kStageBytes + Loop::kKeyBytes;
-      if constexpr (kMass) {
-        mass.store(entries);  // of the stage before
-        entries = {values,
-                   taken_from.segment().first_entry + first_token / kBlockSize,
-                   taken_from.segment().num_tokens - first_token};
-      }
-      if (!takes_part || first_token >= view.some_end || first_token + kTokens <= view.some_begin) {
-        at_ring.read();
-        if constexpr (kMass) mass.keep_none(values);
+      if constexpr (kTogether) fence_for_products();
+      const StageBlock* const blocks =
+          reinterpret_cast<const StageBlock*>(run_at + Loop::kBlocksAt);
+      const StageBlock block = blocks[lane % (kTokens / kBlockSize)];
+      if constexpr (kMass) mass.begin_stage(block);
+      const int32_t last = block.position + block.num_tokens - 1;
+      const bool seen = __any_sync(
+          kAllLanes, block.num_tokens > 0 && block.position <= most && last >= from_least);
+      if (!takes_part || !seen) {
+        settle();
+        at_ring.release(slot);
+        at_ring.pass();
+        if constexpr (kMass) mass.keep_none();
         // Both warpgroups vote equally often, which is how tools follow their barriers.
         if (kTogether && two_terms) any_of_warpgroup(1 + warp / 4, false);
         continue;
       }
 
       // Scores.
-      float score[4 * kTokenTiles];
+      typename Products::Scores score;
 #pragma unroll
       for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = 0.0f;
-      Products::scores(score, query, here);
-      const bool edge = first_token < view.every_begin || first_token + kTokens > view.every_end;
-      const auto largest = [&](float(&most)[2]) {  // and what is not seen is -inf
-        if (edge) {
+      if constexpr (kOverlaps && kMass) {
+        Products::scores(score, terms, stage_at(slot));
+      } else if constexpr (kOverlaps) {
+        Products::scores_beside_outputs(
+            score, terms, stage_at(slot), out, weight, stage_at(owed == kNone ? slot : owed));
+      } else {
+        Products::scores(score, query, stage_at(slot));
+      }
+      const bool edge = !__all_sync(
+          kAllLanes,
+          block.num_tokens == kBlockSize && last <= least && block.position >= from_most);
+      const auto hide = [&] {  // what is not seen is -inf
+        if (!edge) return;
 #pragma unroll
-          for (int i = 0; i < 4 * kTokenTiles; ++i) {
-            const int token = first_token + i / 4 * 8 + 2 * q + i % 2, of = i / 2 % 2;
-            score[i] = token >= sees[of].begin && token < sees[of].end ? score[i] : kMinusInfinity;
+        for (int n = 0; n < kTokenTiles; ++n) {  // 8 tokens
+          const StageBlock& of = blocks[n / (kBlockSize / 8)];
+          const int first = n % (kBlockSize / 8) * 8 + 2 * q;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = first + i % 2, at = of.position + token;
+            const bool sees =
+                token < of.num_tokens && at <= position[i / 2] && at >= from_position[i / 2];
+            score[4 * n + i] = sees ? score[4 * n + i] : kMinusInfinity;
           }
         }
+      };
+      const auto largest = [&](float(&most)[2]) {
         most[0] = most[1] = kMinusInfinity;
 #pragma unroll
         for (int i = 0; i < 4 * kTokenTiles; ++i) {
@@ -200,76 +256,95 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         }
       };
       float raised[2];
-      largest(raised);
+      hide();
+      if (!kMass || two_terms) largest(raised);
       if (two_terms) {
         // Only what is near a row's maximum weighs anything.
-        const float allowed = kLoud / fabsf(scaled.scale);
         const bool loud = call.all_digits ||
-                          (fabsf(raised[0]) > allowed && raised[0] > kMinusInfinity) ||
-                          (fabsf(raised[1]) > allowed && raised[1] > kMinusInfinity);
+                          (fabsf(raised[0]) > loud_from && raised[0] > kMinusInfinity) ||
+                          (fabsf(raised[1]) > loud_from && raised[1] > kMinusInfinity);
         if (kTogether ? any_of_warpgroup(1 + warp / 4, loud) : __any_sync(kAllLanes, loud)) {
-          Products::scores(score, query + kSteps * 32, here);
-          largest(raised);
+          if constexpr (kOverlaps) {
+            Products::load_query(terms, query + kSteps * 32);
+            Products::scores(score, terms, stage_at(slot));
+            Products::load_query(terms, query);
+          } else {
+            Products::scores(score, query + kSteps * 32, stage_at(slot));
+          }
+          hide();
+          if (!kMass) largest(raised);
         }
       }
 
       // Weights.
       if (unit == 1.0f) {
         scaled(score);
-        largest(raised);
+        hide();
+        if (!kMass) largest(raised);
       }
       if constexpr (kMass) {
+        at_ring.release(slot);
+        at_ring.pass();
 #pragma unroll
-        for (int i = 0; i < 4 * kTokenTiles; ++i)
+        for (int i = 0; i < 4 * kTokenTiles; ++i) {
           score[i] = exp2_of(fmaf(score[i], unit, -top[i / 2 % 2]));
-        at_ring.read();
-        mass.keep(score, values);
+        }
+        mass.keep(score);
         continue;
       }
       raised[0] *= unit;
       raised[1] *= unit;
-      if (__any_sync(kAllLanes, raised[0] > top[0] || raised[1] > top[1])) {
+      const bool rises = __any_sync(kAllLanes, raised[0] > top[0] || raised[1] > top[1]);
+      float keep[2] = {1.0f, 1.0f};
+      if (rises) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           raised[i] = fmaxf(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 1));
           raised[i] = fmaxf(raised[i], __shfl_xor_sync(kAllLanes, raised[i], 2));
-        }
-        SoftmaxState<float> state[2] = {{top[0], 0.0f}, {top[1], 0.0f}};
-        const float keep[2] = {state[0].raise(raised[0]), state[1].raise(raised[1])};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          top[i] = state[i].max;
+          SoftmaxState<float> state{top[i], 0.0f};
+          keep[i] = state.raise(raised[i]);
+          top[i] = state.max;
           exact[i] *= keep[i];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[i] *= keep[i / 2];
-#pragma unroll
-          for (int n = 0; n < 2 * kSteps; ++n) out[n][i] *= keep[i / 2];
         }
       }
       const float from[2] = {finite_or_zero(top[0]), finite_or_zero(top[1])};
-
-      uint32_t weight[kTokens / 16][4];
 #pragma unroll
-      for (int n = 0; n < kTokens / 16; ++n) {  // 16 tokens
-        float* const s = score + n * 8;
+      for (int i = 0; i < 4 * kTokenTiles; ++i) {
+        score[i] = exp2_of(fmaf(score[i], unit, -from[i / 2 % 2]));
+      }
+      if (call.lse != nullptr) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) s[i] = exp2_of(fmaf(s[i], unit, -from[i / 2 % 2]));
-        if (call.lse != nullptr) {
+        for (int i = 0; i < 4 * kTokenTiles; i += 8) {
+          const float* const s = score + i;
           exact[0] += (s[0] + s[1]) + (s[4] + s[5]);
           exact[1] += (s[2] + s[3]) + (s[6] + s[7]);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weight[n][i] = Numbers::pack(s[2 * i], s[2 * i + 1]);
       }
-      Products::outputs(out, sum, weight, here);
-      at_ring.read();
+
+      // Outputs: of the stage before, or of this one.
+      if constexpr (kOverlaps) {
+        Products::wait_for_outputs(out, weight);
+        if (owed != kNone) at_ring.release(owed);
+        owed = slot;
+      }
+#pragma unroll
+      for (int i = 0; i < kTokens / 4; ++i) {
+        weight[i / 4][i % 4] = Numbers::pack(score[2 * i], score[2 * i + 1]);
+      }
+      if (rises) {
+#pragma unroll
+        for (int i = 0; i < Products::kOutputs; ++i) out[i] *= keep[i / 2 % 2];
+      }
+      if constexpr (!kOverlaps) {
+        Products::outputs(out, weight, stage_at(slot), ring + Loop::kOnesAt);
+        at_ring.release(slot);
+      }
+      at_ring.pass();
     }
+    settle();
 
     if constexpr (kMass) {
-      team.sync();
-      mass.store(entries);
+      mass.finish();
       return;
     }
 
@@ -287,7 +362,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       for (int i = 0; i < 2; ++i) {
         *reinterpret_cast<float2*>(mine + (g + 8 * i) * kHeadDim +
                                    ((8 * n + 2 * q) ^ (g & kMoved) * 8)) =
-            float2{out[n][2 * i], out[n][2 * i + 1]};
+            float2{out[4 * n + 2 * i], out[4 * n + 2 * i + 1]};
       }
     }
 #pragma unroll
@@ -295,12 +370,13 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 1);
       exact[i] += __shfl_xor_sync(kAllLanes, exact[i], 2);
     }
+    const float sum[2] = {out[8 * kSteps], out[8 * kSteps + 2]};
     __syncwarp();
-#pragma unroll 1
+#pragma unroll 2
     for (int of = 0; of < my_rows; ++of) {
       const int row = warp * 16 + of, from = of % 8 * 4;
       const RowSums sums{__shfl_sync(kAllLanes, of < 8 ? top[0] : top[1], from),
-                         __shfl_sync(kAllLanes, of < 8 ? sum[0] : sum[2], from),
+                         __shfl_sync(kAllLanes, of < 8 ? sum[0] : sum[1], from),
                          __shfl_sync(kAllLanes, of < 8 ? exact[0] : exact[1], from),
                          0.0f};
 #pragma unroll 1

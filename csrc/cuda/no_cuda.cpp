@@ -16,9 +16,17 @@ namespace {
 bool built() { return false; }
 
 LoopShape loop_shape(Loop, const PagedCache&, int, bool, int, int) { refuse(); }
-int64_t work_bytes(const WorkShape&, int64_t, int64_t, int64_t) { refuse(); }
-Work work_at(
-    void*, float*, const WorkShape&, int64_t, int64_t, int64_t, int32_t, int32_t, int32_t) {
+int64_t work_bytes(const WorkShape&, int64_t, int64_t, int64_t, const PackedSize&) { refuse(); }
+Work work_at(void*,
+             float*,
+             const WorkShape&,
+             int64_t,
+             int64_t,
+             int64_t,
+             const PackedSize&,
+             int32_t,
+             int32_t,
+             int32_t) {
   refuse();
 }
 void plan_work(const StepPlan&, const Work&, Stream) { refuse(); }

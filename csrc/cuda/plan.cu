@@ -1,11 +1,11 @@
 // Plans a step on the device: tiles, runs, equal ranges; and the rotation of each segment.
 //
 // One block of threads, once for all layers of a step that have the same window. Warps take tiles,
-// lanes take segments; what a tile sees of its segments is summed up with a scan. Nothing comes
-// back to the host: kernels read counts where this one wrote them, so that a captured graph serves
-// whatever the step's integers have become.
+// lanes take segments, or packed runs of them (pack.cuh); what a tile sees of its segments is
+// summed up with a scan. Nothing comes back to the host: kernels read counts where this one wrote
+// them, so that a captured graph serves whatever the step's integers have become.
 #include "launch.h"
-#include "plan.cuh"
+#include "pack.cuh"
 
 namespace memkv::cuda {
 namespace {
@@ -59,37 +59,51 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
   const int32_t first_segment = plan.segment_start[sequence];
   const int32_t num_segments = plan.segment_start[sequence + 1] - first_segment;
   StageRun* runs = work.runs + work.first_run[sequence] + tile * (num_segments + 1);
+  const PackedSegments& packed = work.packed;
+  const int32_t first_run = packed.blocks == nullptr ? 0 : packed.of_sequence[2 * sequence];
+  const int32_t num_runs =
+      packed.blocks == nullptr ? num_segments : packed.of_sequence[2 * sequence + 1] - first_run;
   int32_t before = 0;
-  for (int32_t base = 0; base < num_segments; base += 32) {
+  for (int32_t base = 0; base < num_runs; base += 32) {
     Stages stages{0, 0};
     Segment segment{};
-    if (base + lane < num_segments) {
-      segment = plan.segments[first_segment + base + lane];
-      const bool own =
-          work.shared.slots == nullptr || work.shared.slots[first_segment + base + lane] < 0;
+    int32_t index = first_segment + base + lane;
+    if (base + lane < num_runs && packed.blocks != nullptr) {
+      const PackedRun run = packed.runs[first_run + base + lane];
+      const int32_t blocks = packed.runs[first_run + base + lane + 1].first_block - run.first_block;
+      index = run.first_segment;
+      segment = plan.segments[index];
+      segment.first_entry = run.first_block;
+      segment.num_tokens = blocks * packed.block_size;
+      stages = visible_stages_of(
+          shape, packed.blocks + run.first_block, blocks, packed.block_size, least, most);
+    } else if (base + lane < num_runs) {
+      segment = plan.segments[index];
+      const bool own = work.shared.slots == nullptr || work.shared.slots[index] < 0;
       if (own) stages = visible_stages(shape, segment, least, most);
     }
     const int32_t sum = warp_scan(stages.count);
-    if (base + lane < num_segments) {
+    if (base + lane < num_runs) {
       runs[base + lane] = {before + sum - stages.count,
                            stages.first,
                            segment.first_entry,
                            segment.num_tokens,
                            segment.position,
                            segment.stored_position,
-                           {}};
+                           index,
+                           0};
     }
     before += __shfl_sync(kPlanLanes, sum, 31);
   }
   if (lane == 0) {
     const SharedSegments& shared = work.shared;  // each of its sequences has one tile
     const int32_t kept_row = shared.own_rows + work.first_tile[sequence] * shared.tile_tokens;
-    runs[num_segments] = {before, 0, 0, 0, 0, 0, {}};
+    runs[num_runs] = {before, 0, 0, 0, 0, 0, 0, 0};
     work.tiles[work.first_tile[sequence] + tile] = {first_token + first_row / shape.group,
                                                     first_row % shape.group,
                                                     rows,
                                                     first_segment,
-                                                    num_segments,
+                                                    num_runs,
                                                     int32_t(runs - work.runs),
                                                     before,
                                                     unit_length(shape, before),
@@ -103,6 +117,7 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(StepPlan plan, Work work) {
   const WorkShape& shape = work.shape;
   const int warp = threadIdx.x / 32;
+  if (work.packed.blocks != nullptr) pack_segments(plan, work);
 
   // Tiles and their runs.
   const int32_t num_tiles = lay_out_tiles(plan, work);

@@ -66,8 +66,8 @@ inline __device__ void cut_into_ranges(const Work& work, int32_t num_tiles) {
     }
     const QueryTile tile = work.tiles[low];
     const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
-    const int32_t stage = inside - head * tile.unit_length;
-    work.ranges[range] = {low, head, stage, at - stage, tile};
+    const int32_t unit_begin = work.unit_begin[low] + head * tile.unit_length + shape.lead;
+    work.ranges[range] = {low, head, max(at - unit_begin, 0), unit_begin, tile};
   }
   for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kPlanThreads) {
     work.arrived[unit] = 0;

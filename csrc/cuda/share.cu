@@ -42,7 +42,8 @@ __device__ int32_t seen_at_most(const WorkShape& shape, const Segment& segment) 
   return shape.window > 0 ? min(segment.num_tokens, shape.window) : segment.num_tokens;
 }
 
-__device__ void plan_group_tile(const Work& work,
+__device__ void plan_group_tile(const StepPlan& plan,
+                                const Work& work,
                                 const Segment& segment,
                                 int32_t leader,
                                 int32_t first_row,
@@ -62,11 +63,20 @@ __device__ void plan_group_tile(const Work& work,
     least = min(least, __shfl_xor_sync(kPlanLanes, least, step));
     most = max(most, __shfl_xor_sync(kPlanLanes, most, step));
   }
-  if (threadIdx.x % 32 != 0) return;
   const Segment at_zero{segment.first_entry, segment.num_tokens, 0, 0};
+  const PackedSegments& packed = work.packed;
+  if (first_row == 0) {
+    const int32_t blocks = divide_up(segment.num_tokens, packed.block_size);
+    for (int32_t block = threadIdx.x % 32; block < blocks; block += 32) {
+      packed.blocks[segment.first_entry + block] =
+          stage_block(at_zero, plan.block_ids, block, packed.block_size);
+    }
+  }
+  if (threadIdx.x % 32 != 0) return;
   const Stages stages = visible_stages(shape, at_zero, least, most);
-  work.runs[2 * tile] = {0, stages.first, segment.first_entry, segment.num_tokens, 0, 0, {}};
-  work.runs[2 * tile + 1] = {stages.count, 0, 0, 0, 0, 0, {}};
+  const int32_t tokens = divide_up(segment.num_tokens, packed.block_size) * packed.block_size;
+  work.runs[2 * tile] = {0, stages.first, segment.first_entry, tokens, 0, 0, leader, 0};
+  work.runs[2 * tile + 1] = {stages.count, 0, 0, 0, 0, 0, 0, 0};
   work.tiles[tile] = {first_shared_row + first_row / shape.group,
                       first_row % shape.group,
                       num_rows,
@@ -166,7 +176,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     int32_t tile = of.group_tile[i];
     for (int32_t row = 0; row < rows; row += shape.tile_rows) {
       plan_group_tile(
-          work, plan.segments[i], i, row, min(shape.tile_rows, rows - row), slots[i], tile++);
+          plan, work, plan.segments[i], i, row, min(shape.tile_rows, rows - row), slots[i], tile++);
     }
   }
   __syncthreads();

@@ -5,7 +5,7 @@
 
 namespace memkv::cuda {
 
-// Stages of a tile, one after the other; a run is the stages of one segment.
+// Stages of a tile, one after the other; a run is the stages of one segment, or of several.
 class StageCursor {
  public:
   int run;  // in the tile, as the segment in the sequence
@@ -27,7 +27,8 @@ class StageCursor {
              __shfl_sync(0xffffffffu, mine.num_tokens, of),
              __shfl_sync(0xffffffffu, mine.position, of),
              __shfl_sync(0xffffffffu, mine.stored_position, of),
-             {}};
+             __shfl_sync(0xffffffffu, mine.index, of),
+             0};
       return;
     }
   }
@@ -47,6 +48,7 @@ class StageCursor {
     return at_.first_stage + stage - at_.stages_before;
   }
   __device__ __forceinline__ Segment segment() const { return at_.segment(); }
+  __device__ __forceinline__ int segment_index() const { return at_.index; }
 
  private:
   const Work& work_;
@@ -56,10 +58,10 @@ class StageCursor {
 };
 
 // From the end of a unit to the next, over tiles that see nothing.
-__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int left) {
+__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int range_end) {
   at.stage = 0;
   at.unit_begin += at.of.unit_length;
-  if (++at.kv_head < work.shape.num_kv_heads || left <= 0) return;
+  if (++at.kv_head < work.shape.num_kv_heads || at.unit_begin >= range_end) return;
   at.kv_head = 0;
   do {
     at.of = work.tiles[++at.tile];
@@ -67,22 +69,22 @@ __device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int 
 }
 
 // Behind the part of a range that was of one unit. `start` is the warp's own.
-__device__ __forceinline__ void next_part(const Work& work,
-                                          RangeStart& start,
-                                          int& left,
-                                          int taken) {
-  left -= taken;
+__device__ __forceinline__ void next_part(const Work& work, RangeStart& start, int range_end) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) next_unit(work, start, left);
+  if (threadIdx.x % 32 == 0) next_unit(work, start, range_end);
   __syncwarp();
+}
+
+// Where a range ends, in all units.
+__device__ __forceinline__ int end_of_range(const WorkHeader& header, int range) {
+  return min((range + 1) * header.range_length, header.length);
 }
 
 // Where a warp is in its block's ranges; in shared memory, as registers are short.
 struct RangeWalk {
   RangeStart start;
-  int32_t range;
-  int32_t left;  // of the range: stages
-  int32_t end;   // of this part of the unit, which begins at start.stage
+  int32_t range, range_end;
+  int32_t end;  // of this part of the unit, which begins at start.stage
   int32_t unused;
 };
 
@@ -103,21 +105,15 @@ __device__ __forceinline__ void for_each_part(const Work& work,
     }
     if (lane == 0) {
       walk.range = first;
-      walk.left = min(header.range_length, header.length - first * header.range_length);
+      walk.range_end = end_of_range(header, first);
     }
     __syncwarp();
-    while (walk.left > 0) {
-      if (lane == 0) {
-        walk.end = min(walk.start.stage + min(walk.left, tile.unit_length - walk.start.stage),
-                       tile.num_stages);
-      }
+    while (walk.start.unit_begin < walk.range_end) {
+      if (lane == 0) walk.end = min(tile.num_stages, walk.range_end - walk.start.unit_begin);
       __syncwarp();
       visit();
       __syncwarp();
-      if (lane == 0) {
-        walk.left -= min(walk.left, tile.unit_length - walk.start.stage);
-        next_unit(work, walk.start, walk.left);
-      }
+      if (lane == 0) next_unit(work, walk.start, walk.range_end);
       __syncwarp();
     }
   }

@@ -45,9 +45,13 @@ __device__ __forceinline__ void fence_for_products() {
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Until at most so many of the groups committed last are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Keeps what is done with registers on its side of a wait.
@@ -82,68 +86,81 @@ __device__ __forceinline__ bool any_of_warpgroup(int barrier, bool x) {
 template <typename T, int kColumns>
 struct Warpgroup;
 
-#define MEMKV_C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define MEMKV_C16(i) MEMKV_C4(i), MEMKV_C4(i + 4), MEMKV_C4(i + 8), MEMKV_C4(i + 12)
-#define MEMKV_PRODUCT(T, NAME, COLUMNS, REGISTERS, OPERANDS, ...)                              \
-  template <>                                                                                  \
-  struct Warpgroup<T, COLUMNS> {                                                               \
-    static __device__ __forceinline__ void multiply_add(float* c,                              \
-                                                        const uint32_t (&a)[4],                \
-                                                        uint64_t b) {                          \
-      asm volatile(                                                                            \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                       \
-          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME " {" REGISTERS \
-          "}, {" OPERANDS ", add, 1, 1, 0;\n}"                                                 \
-          : __VA_ARGS__                                                                        \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
-    }                                                                                          \
+// So many operands, as instructions name them and as the compiler takes them.
+#define MEMKV_R4 "%0, %1, %2, %3"
+#define MEMKV_R16 MEMKV_R4 ", %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MEMKV_R32 \
+  MEMKV_R16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MEMKV_R36 MEMKV_R32 ", %32, %33, %34, %35"
+#define MEMKV_R44 MEMKV_R36 ", %36, %37, %38, %39, %40, %41, %42, %43"
+#define MEMKV_R52 MEMKV_R44 ", %44, %45, %46, %47, %48, %49, %50, %51"
+#define MEMKV_R68 \
+  MEMKV_R52       \
+  ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67"
+#define MEMKV_R128                                                                               \
+  MEMKV_R68                                                                                      \
+  ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83"             \
+  ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99"             \
+  ", %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
+  "%115"                                                                                         \
+  ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MEMKV_F4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define MEMKV_F16(i) MEMKV_F4(i), MEMKV_F4(i + 4), MEMKV_F4(i + 8), MEMKV_F4(i + 12)
+#define MEMKV_C4 MEMKV_F4(0)
+#define MEMKV_C16 MEMKV_C4, MEMKV_F4(4), MEMKV_F4(8), MEMKV_F4(12)
+#define MEMKV_C32 MEMKV_C16, MEMKV_F16(16)
+#define MEMKV_C36 MEMKV_C32, MEMKV_F4(32)
+#define MEMKV_C44 MEMKV_C36, MEMKV_F4(36), MEMKV_F4(40)
+#define MEMKV_C52 MEMKV_C44, MEMKV_F4(44), MEMKV_F4(48)
+#define MEMKV_C68 MEMKV_C52, MEMKV_F16(52)
+#define MEMKV_C128                                                                       \
+  MEMKV_C68, MEMKV_F16(68), MEMKV_F16(84), MEMKV_F16(100), MEMKV_F4(116), MEMKV_F4(120), \
+      MEMKV_F4(124)
+#define MEMKV_PRODUCT_OF(T, NAME, COLUMNS, FLOATS, A, B)                        \
+  template <>                                                                   \
+  struct Warpgroup<T, COLUMNS> {                                                \
+    static __device__ __forceinline__ void multiply_add(float* c,               \
+                                                        const uint32_t (&a)[4], \
+                                                        uint64_t b) {           \
+      asm volatile(                                                             \
+          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                        \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME \
+          " {" MEMKV_R##FLOATS "}, {" A "}, " B ", add, 1, 1, 0;\n}"            \
+          : MEMKV_C##FLOATS                                                     \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                \
+    }                                                                           \
   };
-MEMKV_PRODUCT(__nv_bfloat16, "bf16", 8, "%0, %1, %2, %3", "%4, %5, %6, %7}, %8", MEMKV_C4(0))
-MEMKV_PRODUCT(__half, "f16", 8, "%0, %1, %2, %3", "%4, %5, %6, %7}, %8", MEMKV_C4(0))
-MEMKV_PRODUCT(__nv_bfloat16,
-              "bf16",
-              16,
-              "%0, %1, %2, %3, %4, %5, %6, %7",
-              "%8, %9, %10, %11}, %12",
-              MEMKV_C4(0),
-              MEMKV_C4(4))
-MEMKV_PRODUCT(__half,
-              "f16",
-              16,
-              "%0, %1, %2, %3, %4, %5, %6, %7",
-              "%8, %9, %10, %11}, %12",
-              MEMKV_C4(0),
-              MEMKV_C4(4))
-MEMKV_PRODUCT(__nv_bfloat16,
-              "bf16",
-              32,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-              "%16, %17, %18, %19}, %20",
-              MEMKV_C16(0))
-MEMKV_PRODUCT(__half,
-              "f16",
-              32,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-              "%16, %17, %18, %19}, %20",
-              MEMKV_C16(0))
-MEMKV_PRODUCT(__nv_bfloat16,
-              "bf16",
-              64,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-              "%32, %33, %34, %35}, %36",
-              MEMKV_C16(0),
-              MEMKV_C16(16))
-MEMKV_PRODUCT(__half,
-              "f16",
-              64,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-              "%32, %33, %34, %35}, %36",
-              MEMKV_C16(0),
-              MEMKV_C16(16))
+#define MEMKV_PRODUCT(COLUMNS, FLOATS, A, B)                     \
+  MEMKV_PRODUCT_OF(__nv_bfloat16, "bf16", COLUMNS, FLOATS, A, B) \
+  MEMKV_PRODUCT_OF(__half, "f16", COLUMNS, FLOATS, A, B)
+MEMKV_PRODUCT(8, 4, "%4, %5, %6, %7", "%8")
+MEMKV_PRODUCT(32, 16, "%16, %17, %18, %19", "%20")
+MEMKV_PRODUCT(64, 32, "%32, %33, %34, %35", "%36")
+MEMKV_PRODUCT(72, 36, "%36, %37, %38, %39", "%40")
+MEMKV_PRODUCT(88, 44, "%44, %45, %46, %47", "%48")
+MEMKV_PRODUCT(104, 52, "%52, %53, %54, %55", "%56")
+MEMKV_PRODUCT(136, 68, "%68, %69, %70, %71", "%72")
+MEMKV_PRODUCT(256, 128, "%128, %129, %130, %131", "%132")
 #undef MEMKV_PRODUCT
-#undef MEMKV_C16
+#undef MEMKV_PRODUCT_OF
 #undef MEMKV_C4
+#undef MEMKV_C16
+#undef MEMKV_C32
+#undef MEMKV_C36
+#undef MEMKV_C44
+#undef MEMKV_C52
+#undef MEMKV_C68
+#undef MEMKV_C128
+#undef MEMKV_F16
+#undef MEMKV_F4
+#undef MEMKV_R4
+#undef MEMKV_R16
+#undef MEMKV_R32
+#undef MEMKV_R36
+#undef MEMKV_R44
+#undef MEMKV_R52
+#undef MEMKV_R68
+#undef MEMKV_R128
 
 }  // namespace memkv::cuda

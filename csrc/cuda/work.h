@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "memkv/attention_args.h"
+#include "memkv/packed_runs.h"
 #include "memkv/work_split.h"
 
 namespace memkv::cuda {
@@ -34,17 +35,29 @@ struct SharedSegments {
   bool of_groups;       // the tiles of this work are of groups, their tokens are `rows`
 };
 
+// What stages of many rows hold (packed_runs.h).
+struct PackedSegments {
+  StageBlock* blocks;  // [num_entries]; of groups by entry, else run after run. Null: a stage is of
+                       // one segment
+  PackedRun* runs;     // [num_segments + 1], one behind the last
+  int32_t* order;      // [num_segments], in which they are packed
+  int32_t* first_block;  // [num_segments], in that order
+  int32_t* of_sequence;  // [num_seqs, 2], its runs: first, and behind the last
+  int32_t block_size;
+};
+
 struct Work {
   WorkShape shape;
   WorkHeader* header;
   QueryTile* tiles;     // [max_tiles]
-  int32_t* unit_begin;  // [max_tiles + 1], of a tile's first unit, in all units
+  int32_t* unit_begin;  // [max_tiles + 1], of a tile's first unit and its lead, in all units
   StageRun* runs;       // [max_runs]
   RangeStart* ranges;   // [max_ranges]
   int32_t* arrived;     // [max_tiles, num_kv_heads], 0 between calls
   int32_t* first_tile;  // [num_seqs], of a sequence; for the planner
   int32_t* first_run;   // [num_seqs]
-  float* partials;      // [2 * max_ranges] of partial_floats()
+  PackedSegments packed;
+  float* partials;  // [2 * max_ranges] of partial_floats()
   int32_t max_tiles;
   uint32_t group_magic;  // x / group is x * group_magic >> 16, for x up to a tile's rows and heads
   int32_t grid;          // blocks of threads

@@ -216,17 +216,23 @@ class _Bench:
             ("3,277 tokens scattered over 32,768", 32_768, scattered),
             ("prefill of 2,048", 2048, list(range(2048))),
         ):
-            self.tell(name)
-            pairs = sum(position + 1 for position in positions)
-            flop = 4 * pool.heads.num_heads * pool.heads.head_dim * pairs
-            found: dict[str, Any] = {"name": name}
-            for way, segment_tokens, rotated in (("ours", 0, True), ("ours_unrotated", 0, False)):
-                plan = pool.plan(1, context, segment_tokens=segment_tokens, query_positions=positions)
-                found[f"{way}_us"] = took = self._time(self._calls(pool, plan, rotated=rotated)[:4])
-                found[f"{way}_tflops"] = flop / took / 1e6
+            self._many_query(pool, name, pool.plan(1, context, query_positions=positions))
             if self.sizes.peers and positions[-1] - positions[0] == len(positions) - 1:
-                found["peers_us"] = self._many_peers(pool.heads, len(positions), context)
-            self.found.many_query.append(found)
+                self.found.many_query[-1]["peers_us"] = self._many_peers(pool.heads, len(positions), context)
+        chunks = pool.plan(1, 32_768, segment_tokens=512, query_positions=range(32_704, 32_768))
+        self._many_query(pool, "64 question tokens on 64 chunks of 512", chunks)
+        refreshed = pool.refreshed_plan(64, 512, 0.1)
+        self._many_query(pool, "a tenth of the blocks of 64 chunks of 512, afresh", refreshed)
+
+    def _many_query(self, pool: Pool, name: str, plan: AttentionPlan) -> None:
+        self.tell(name)
+        pairs = int((plan.query_position.long() + 1).sum())
+        flop = 4 * pool.heads.num_heads * pool.heads.head_dim * pairs
+        found: dict[str, Any] = {"name": name}
+        for way, rotated in (("ours", True), ("ours_unrotated", False)):
+            found[f"{way}_us"] = took = self._time(self._calls(pool, plan, rotated=rotated)[:4])
+            found[f"{way}_tflops"] = flop / took / 1e6
+        self.found.many_query.append(found)
 
     def _block_sizes(self, heads: Heads) -> None:
         shapes = self.sizes.shapes[:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,3 +101,26 @@ class Pool:
             tables.append(segments)
             positions.append([start + p for p in query_positions or [context - 1]])
         return AttentionPlan.build(tables, positions, self.storage.device)
+
+    def refreshed_plan(self, num_chunks: int, chunk_tokens: int, share: float) -> AttentionPlan:
+        """One sequence of chunks stored elsewhere, a share of their blocks, drawn at random, computed afresh.
+
+        Tokens of fresh blocks are the query rows.
+        """
+        size = self.block_size
+        per_chunk = chunk_tokens // size
+        count = num_chunks * per_chunk
+        ids = torch.randperm(self.num_blocks)[:count].tolist()
+        fresh = set(torch.randperm(count)[: round(share * count)].tolist())
+
+        def piece(index: int) -> tuple[int, bool]:
+            return index // per_chunk, index in fresh
+
+        segments = []
+        for (chunk, is_fresh), blocks in itertools.groupby(range(count), piece):
+            own = list(blocks)
+            position = own[0] * size
+            stored_position = position if is_fresh else position - chunk * chunk_tokens + 37
+            segments.append(([ids[block] for block in own], len(own) * size, position, stored_position))
+        rows = [index * size + token for index in sorted(fresh) for token in range(size)]
+        return AttentionPlan.build([segments], [rows], self.storage.device)

@@ -209,6 +209,7 @@ def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
 _MAX_GROUP = 32  # csrc/cuda/many_mass.cuh: kManyMassGroup
 _FEW, _MANY = 0, 1  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
+_LEADS = (0, 4)  # of each loop: what a unit costs beside its stages, in stages
 _LEAST_SHARED_ROWS = 32  # of a kv head, in a group: fewer leave the loop of many rows idle
 _LEAST_SAVED_BYTES = 128 << 20  # of K and V of a layer: what the passes over groups take to read
 _MOST_SHARED_SEGMENTS = 2048  # csrc/cuda/launch.h: kMostSharedSegments
@@ -360,7 +361,8 @@ def _new_work(
     if group_rows:
         max_tiles = group_rows // fits.tile_rows + group_rows // _LEAST_SHARED_ROWS
         max_runs = 2 * max_tiles
-    grid = max(1, min(fits.workers * (tuning.ranges_per_worker or 1), max_stages))
+    workers = fits.workers if loop == _MANY else _few_workers(device, fits, max_stages)
+    grid = max(1, min(workers * (tuning.ranges_per_worker or 1), max_stages))
     max_ranges, fixed_range = grid, 0
     if not tuning.split:
         fixed_range, max_ranges = max(1, plan.num_entries), max_tiles * shape.kv_heads
@@ -379,8 +381,11 @@ def _new_work(
         max_ranges,
         fits.warps if loop != _MANY else 1,
         fixed_range,
+        _LEADS[loop] if not fixed_range else 0,
     )
-    num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs)
+    of_many = (plan.num_entries, plan.num_segments, shape.block_size) if loop == _MANY else (0, 0, 0)
+    packed = _kernels.PackedSize(*of_many)
+    num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs, packed)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     floats = 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4)
     partials = torch.empty(floats, dtype=torch.float32, device=device)
@@ -391,11 +396,22 @@ def _new_work(
         plan.num_seqs,
         max_tiles,
         max_runs,
+        packed,
         grid,
         fits.warps,
         fits.stages,
     )
     return _Work(native, loop, max(1, tiles_of_one), (memory, partials))
+
+
+def _few_workers(device: torch.device, fits: _kernels.LoopShape, stages: int) -> int:
+    """One for each processor, so that the next layer's begin beside them, or as many as fit.
+
+    More have more to merge; on an H200 they pay where a warp of one would have 5 to 8 stages.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    by_warp = stages / (processors * fits.warps)
+    return fits.workers if 4 < by_warp <= 8 else min(processors, fits.workers)
 
 
 _loop_shapes: dict[tuple[object, ...], _kernels.LoopShape] = {}

@@ -9,6 +9,7 @@
 
 #include "memkv/attention_args.h"
 #include "memkv/bfloat16.h"
+#include "memkv/packed_runs.h"
 #include "memkv/paged_view.h"
 #include "memkv/rope.h"
 #include "memkv/segment.h"
@@ -111,7 +112,9 @@ void work_split() {
                     INT32_MAX,
                     pick(1, 40),
                     pick(1, 4),
-                    pick(0, 2) == 0 ? pick(1, 9) : 0};
+                    pick(0, 2) == 0 ? pick(1, 9) : 0,
+                    0};
+    if (shape.fixed_range == 0) shape.lead = pick(0, 5);
     struct Tile {
       int32_t num_stages, unit_begin;
     };
@@ -151,7 +154,7 @@ void work_split() {
     for (const Tile& tile : tiles) {
       const int32_t unit = unit_length(shape, tile.num_stages);
       for (int head = 0; head < shape.num_kv_heads && unit > 0; ++head) {
-        const int32_t begin = tile.unit_begin + head * unit;
+        const int32_t begin = tile.unit_begin + head * unit + shape.lead;
         const UnitParts parts = parts_of(begin, tile.num_stages, step);
         wanted += tile.num_stages;
         for (int part = 0; part < parts.count; ++part) {
@@ -170,6 +173,68 @@ void work_split() {
       }
     }
     expect(found == wanted, "ranges: every stage once");
+  }
+}
+
+// The planner of cuda/pack.cuh in a straight line: every block once, and what is seen of each run.
+void packed_runs() {
+  std::mt19937 random(3);
+  const auto pick = [&](int least, int most) {
+    return std::uniform_int_distribution<int>(least, most)(random);
+  };
+  for (int round = 0; round < 300; ++round) {
+    const int block_size = 8 << pick(0, 2);
+    WorkShape shape{};
+    shape.stage_tokens = 64;
+    shape.window = pick(0, 1) * pick(1, 300);
+    std::vector<Segment> segments;
+    std::vector<int32_t> ids, order;
+    for (int i = pick(1, 12), position = pick(0, 9); i > 0; --i) {
+      const int num_tokens = pick(0, 3) * pick(0, 60), turn = pick(0, 2) * 7;
+      if (pick(0, 9) == 0) position -= pick(0, std::min(position, 20));  // over the one before
+      segments.push_back({int32_t(ids.size()), num_tokens, position, position + turn});
+      for (int block = 0; block * block_size < num_tokens; ++block) ids.push_back(pick(0, 99));
+      position += num_tokens + pick(0, 3);
+    }
+    for (int32_t i = 0; i < int32_t(segments.size()); ++i) order.push_back(i);
+    std::sort(order.begin(), order.end(), [&](int32_t i, int32_t j) {
+      return packs_before(segments.data(), i, j);
+    });
+    std::vector<StageBlock> blocks;
+    std::vector<int32_t> begins;
+    std::set<int32_t> entries;
+    for (size_t at = 0; at < order.size(); ++at) {
+      const Segment& of = segments[order[at]];
+      if (at == 0 || !packs_with(segments[order[at - 1]], of)) begins.push_back(blocks.size());
+      for (int block = 0; block * block_size < of.num_tokens; ++block) {
+        blocks.push_back(stage_block(of, ids.data(), block, block_size));
+        expect(entries.insert(blocks.back().entry).second, "packed: an entry once");
+        expect(blocks.back().block == ids[blocks.back().entry], "packed: its block");
+      }
+    }
+    expect(entries.size() == ids.size(), "packed: every entry");
+    begins.push_back(blocks.size());
+    const int at_once = shape.stage_tokens / block_size;
+    for (size_t run = 0; run + 1 < begins.size(); ++run) {
+      const StageBlock* const of = blocks.data() + begins[run];
+      const int count = begins[run + 1] - begins[run];
+      const int least = pick(0, 400), most = least + pick(0, 60);
+      const Stages stages = visible_stages_of(shape, of, count, block_size, least, most);
+      int first = count, last = -1;
+      for (int i = 0; i < count; ++i) {
+        const int end = of[i].position + of[i].num_tokens;
+        if (i > 0)
+          expect(of[i - 1].position + of[i - 1].num_tokens <= of[i].position, "packed: rising");
+        const bool seen =
+            of[i].position <= most && (shape.window == 0 || end - 1 > least - shape.window);
+        if (!seen) continue;
+        first = std::min(first, i);
+        last = i;
+      }
+      expect(stages.count == (last < 0 ? 0 : last / at_once - first / at_once + 1),
+             "packed: stages");
+      expect(last < 0 || stages.first == first / at_once, "packed: the first stage");
+    }
   }
 }
 
@@ -261,6 +326,7 @@ int main() {
   rope();
   turned_rows();
   work_split();
+  packed_runs();
   shared_groups();
   visibility();
   addresses();

@@ -14,6 +14,7 @@ import torch
 from paged_problem import (
     NO_CUDA,
     Problem,
+    Span,
     Spec,
     build,
     check,
@@ -62,7 +63,19 @@ for batch, length in itertools.product((1, 7, 17, 64), LENGTHS):
         CASES[f"decode-{batch}x{length}"] = Spec(
             spans, dtype=BFLOAT, q_dtype=BFLOAT, kv_heads=2, group=4, head_dim=128
         )
+
+
+def pieces(lengths: list[int], turns: tuple[int, ...]) -> list[Span]:
+    """Segments one behind the other, stored `turns` before where they are mapped, in turn."""
+    starts = itertools.accumulate([0, *lengths[:-1]])
+    return [
+        Span(length, start, max(0, start - turns[i % len(turns)]))
+        for i, (length, start) in enumerate(zip(lengths, starts, strict=True))
+    ]
+
+
 PLAIN = {"dtype": BFLOAT, "q_dtype": BFLOAT, "head_dim": 128}
+ANY_LENGTH = [19, 16, 3, 64, 0, 33, 1, 48]
 CASES |= {
     "softcap": Spec(MIXED, softcap=5.0, **PLAIN),
     "softcap-window": Spec(MIXED, softcap=20.0, window=30, **PLAIN),
@@ -74,6 +87,21 @@ CASES |= {
     "far": Spec([(rows([97], start=131_100, offset=131_071), [131_196, 131_150, 131_100])], **PLAIN),
     "many-segments": Spec([(rows([19] * 70, offset=11), [1329])], block_size=8, **PLAIN),
     "many-segments-many-rows": Spec([(rows([19] * 70, offset=11), list(range(1200, 1330)))], **PLAIN),
+    "fresh-blocks": Spec([(pieces([16] * 60 + [5], (0, 40, 0, 7)), list(range(300, 960)))], **PLAIN),
+    "fresh-blocks-of-two": Spec(
+        [(pieces([32, 16, 48] * n, (0, 40)), list(range(96 * n - 90, 96 * n))) for n in (2, 11)],
+        block_size=32,
+        **PLAIN,
+    ),
+    "pieces-window": Spec(
+        [(pieces(ANY_LENGTH * 7, (0, 50, -3)), list(range(700, 1000)))], window=300, block_size=8, **PLAIN
+    ),
+    "pieces-256": Spec(
+        [(pieces(ANY_LENGTH * 4, (9, 0)), list(range(400, 700)))],
+        dtype=BFLOAT,
+        q_dtype=BFLOAT,
+        head_dim=256,
+    ),
     "question-on-7812": Spec([(rows([1000, 54, 6758], offset=54), list(range(7748, 7812)))], **PLAIN),
     "prefill-300": Spec([(rows([300]), list(range(300)))], **PLAIN),
     "prefill-2048-window": Spec([(rows([2048]), list(range(2048)))], window=700, kv_heads=1, **PLAIN),

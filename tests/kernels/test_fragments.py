@@ -96,14 +96,17 @@ def core_matrices(memory: Array, byte: int, along_k: int, columns: int) -> Array
 def ring_stage(keys: Array, values: Array) -> tuple[Array, int, int]:
     """K and V of a stage in shared memory; bytes of K, and of a group of 8 tokens of V."""
     tokens, head_dim = keys.shape
-    group_bytes = head_dim * 16 + 128 + (0 if head_dim > 128 else 64)
+    group_bytes = head_dim * 16 + (0 if head_dim > 128 else 128 + 64)
     k_bytes = keys.size * 2
-    memory = np.full((k_bytes + tokens // 8 * group_bytes) // 2, np.nan)
+    memory = np.full((k_bytes + tokens // 8 * group_bytes + 256) // 2, np.nan)
     memory[: keys.size] = keys.reshape(tokens, head_dim // 8, 8).transpose(1, 0, 2).ravel()
     for group in range(tokens // 8):
         start = (k_bytes + group * group_bytes) // 2
         memory[start : start + head_dim * 8] = values[group * 8 : group * 8 + 8].T.ravel()
-        memory[start + head_dim * 8 : start + head_dim * 8 + 64] = 1.0
+        if head_dim <= 128:
+            memory[start + head_dim * 8 : start + head_dim * 8 + 64] = 1.0
+    if head_dim > 128:
+        memory[-128:] = 1.0  # apart
     return memory, k_bytes, group_bytes
 
 
@@ -118,17 +121,16 @@ def test_warpgroups_read_the_ring(head_dim: int, tokens: int) -> None:
         b = core_matrices(memory, step * 2 * tokens * 16, tokens * 16, tokens)
         scores += queries[:, 16 * step : 16 * step + 16] @ b
     np.testing.assert_allclose(scores, queries @ keys.T)
-    out, total = np.zeros((64, head_dim)), np.zeros((64, 8))
-    widths = [64] * (head_dim // 64) + [head_dim % 64] * (head_dim % 64 > 0)
+    out = np.zeros((64, head_dim + 8))
     for n in range(tokens // 16):
         weight, first = scores[:, 16 * n : 16 * n + 16], k_bytes + 2 * n * group_bytes
-        d = 0
-        for width in widths:
-            out[:, d : d + width] += weight @ core_matrices(memory, first + d * 16, group_bytes, width)
-            d += width
-        total += weight @ core_matrices(memory, first + head_dim * 16, group_bytes, 8)
-    np.testing.assert_allclose(out, scores @ values)
-    np.testing.assert_allclose(total, np.repeat(scores.sum(1, keepdims=True), 8, axis=1))
+        if head_dim <= 128:
+            out += weight @ core_matrices(memory, first, group_bytes, head_dim + 8)
+        else:
+            out[:, :head_dim] += weight @ core_matrices(memory, first, group_bytes, head_dim)
+            out[:, head_dim:] += weight @ core_matrices(memory, memory.size * 2 - 256, 128, 8)
+    np.testing.assert_allclose(out[:, :head_dim], scores @ values)
+    np.testing.assert_allclose(out[:, head_dim:], np.repeat(scores.sum(1, keepdims=True), 8, axis=1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
@@ -166,30 +168,40 @@ def test_many_queries_reads_its_ring(head_dim: int) -> None:
         np.testing.assert_allclose(out[n][:, i], right[G + i // 2 * 8, n * 8 + 2 * Q + i % 2])
 
 
-@pytest.mark.parametrize(
-    ("group", "first_head", "num_rows"), [(4, 0, 128), (3, 2, 16), (17, 5, 9), (1, 0, 3)]
-)
-def test_many_rows_add_up_their_mass(group: int, first_head: int, num_rows: int) -> None:
-    """Of one warp: 16 rows, 64 tokens."""
-    random = np.random.default_rng(4)
-    weights = random.random((16, 64))
-    rows = np.zeros((32, 4))
-    for n in range(4):
-        tile = weights[:, 16 * n : 16 * n + 16]
-        a = [tile[(G + i % 2 * 8)[:, None], (2 * Q + i // 2 * 8)[:, None] + PAIR] for i in range(4)]
-        b = [np.repeat((2 * n + i == G).astype(float)[:, None], 2, axis=1) for i in range(2)]
-        rows += multiply(a, b)
-    turned = [transpose(rows[:, :2]), transpose(rows[:, 2:])]
-    used = np.arange(16) < num_rows
-    head_of = np.where(used, (first_head + np.arange(16)) % group, -1)
-    groups = weights.reshape(16, 8, 8).sum(2)
-    for head in range(0, group, 16):
-        a = [
-            (head_of[(2 * Q + i // 2 * 8)[:, None] + PAIR] == (head + G + i % 2 * 8)[:, None]).astype(float)
-            for i in range(4)
-        ]
-        heads = multiply(a, turned)
-        for i in range(4):
-            of = head + G + i // 2 * 8
-            expected = [groups[head_of == h].sum(0)[2 * q + i % 2] for h, q in zip(of, Q, strict=True)]
-            np.testing.assert_allclose(heads[:, i], expected)
+@pytest.mark.parametrize(("tokens", "block_size"), [(64, 8), (64, 16), (64, 32), (32, 8), (32, 32)])
+def test_many_rows_add_up_their_mass(tokens: int, block_size: int) -> None:
+    """Of one warp: 16 rows, the tokens of a stage."""
+    weights = np.random.default_rng(4).random((16, tokens))
+    fragments = np.stack(
+        [weights[G + i // 2 % 2 * 8, i // 4 * 8 + 2 * Q + i % 2] for i in range(tokens // 2)], axis=1
+    )
+    blocks, per_block = tokens // block_size, block_size // 2
+    by_row = [
+        [fragments[:, b * per_block + n + 2 * row + i] for n in range(0, per_block, 4) for i in range(2)]
+        for row in range(2)
+        for b in range(blocks)
+    ]
+    sums = [np.sum(of, axis=0) for of in by_row]
+
+    def exchanged(low: Array, high: Array, lane_bit: int) -> Array:
+        """Lanes without the bit have the sum of `low` over two lanes, the others that of `high`."""
+        has = LANE & lane_bit > 0
+        return np.where(has, high, low) + np.where(has, low, high)[LANE ^ lane_bit]
+
+    half = [exchanged(sums[b], sums[b + blocks], 1) for b in range(blocks)]
+    found = np.full((blocks, 16), np.nan)
+    row = G + Q % 2 * 8
+    if blocks == 1:
+        found[0, row] = half[0] + half[0][LANE ^ 2]
+    else:
+        for b in range(blocks // 2):
+            found[Q // 2 * (blocks // 2) + b, row] = exchanged(half[b], half[b + blocks // 2], 2)
+    np.testing.assert_allclose(found, weights.reshape(16, blocks, block_size).sum(2).T)
+
+
+@pytest.mark.parametrize(("group", "first_head"), [(4, 0), (3, 2), (17, 5), (1, 0), (32, 31)])
+def test_each_row_gives_its_mass_to_its_head(group: int, first_head: int) -> None:
+    num_rows = 128 - 5
+    found = [list(range((head + group - first_head) % group, num_rows, group)) for head in range(group)]
+    assert sorted(itertools.chain(*found)) == list(range(num_rows))
+    assert all((first_head + row) % group == head for head, rows in enumerate(found) for row in rows)

@@ -2,16 +2,18 @@
 //
 //     tile     up to tile_rows query rows of one sequence; it has a unit for each kv head
 //     stage    stage_tokens tokens of one segment, loaded together
-//     run      the stages of one segment that some row of the tile sees
+//     run      the stages of one segment that some row of the tile sees; for many rows (packed_runs.h)
+//              those of all segments that turn a query alike
 //
 //     segments of a sequence   [0 1 2 3][4 5 6 7 8 9][10 11]        stage 0 is not visible
 //     runs of a tile           [  1 2 3][4 5 6 7 8 9][10 11]        stages_before: 0, 3, 9, 11
-//     units, laid end to end   |tile 0, head 0  |tile 0, head 1  |tile 1, head 0 |...
-//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...  range_length each
+//     units, laid end to end   |..tile 0, head 0  |..tile 0, head 1  |..tile 1, head 0 |...
+//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...    range_length each
 //
 // A worker takes one range, wherever it begins and ends. The work is flat, so the ranges are alike
 // but for the last: no worker waits for another because its sequence is longer. What two ranges
-// find of one unit are partials, merged in the order of the ranges.
+// find of one unit are partials, merged in the order of the ranges. In front of each unit `lead`
+// stages are left free, for what it takes to begin and to end one.
 #pragma once
 
 #include <cstdint>
@@ -31,15 +33,16 @@ struct WorkShape {
   int32_t max_ranges;
   int32_t least_range;  // stages that a worker's warps read at once: no range is shorter
   int32_t fixed_range;  // stages of every range, each within one unit; 0: as balance wants it
+  int32_t lead;         // what a unit costs beside its stages, in stages; 0 where ranges are fixed
 };
 
 struct alignas(16) QueryTile {
   int32_t first_token, first_head;  // of row 0: in q, in the group; rows go on head by head
   int32_t num_rows;
-  int32_t first_segment, num_runs;  // a run for each segment of the sequence
+  int32_t first_segment, num_runs;
   int32_t first_run;
   int32_t num_stages;   // of each unit
-  int32_t unit_length;  // num_stages, rounded up to whole ranges where those are fixed
+  int32_t unit_length;  // with its lead, or rounded up to whole ranges where those are fixed
   int32_t least_position, most_position;  // of its rows
   int32_t kept_row;                       // of first_token, where rows are kept to be joined
   int32_t index;                          // of the sequence's tiles
@@ -48,12 +51,22 @@ struct alignas(16) QueryTile {
 struct alignas(16) StageRun {
   int32_t stages_before;  // of this run, in the tile
   int32_t first_stage;    // in the segment
-  int32_t first_entry;    // of the segment, in block_ids
-  int32_t num_tokens;     // and the rest of the segment, so that nothing has to wait for it
+  int32_t first_entry;    // of the segment, in block_ids; of several, in Work::blocks
+  int32_t num_tokens;     // and the rest of the segment, so that nothing has to wait for it; of
+                          // several, as if all blocks were full
   int32_t position, stored_position;
-  int32_t unused[2];
+  int32_t index;  // of the segment, or of the first of several, among all
+  int32_t unused;
 
   MEMKV_HD Segment segment() const { return {first_entry, num_tokens, position, stored_position}; }
+};
+
+// A block of a segment, where stages hold blocks of several.
+struct alignas(16) StageBlock {
+  int32_t block;       // of the pool
+  int32_t position;    // of its first token
+  int32_t num_tokens;  // that are used; 0: no block
+  int32_t entry;       // in block_ids
 };
 
 struct WorkHeader {
@@ -66,7 +79,7 @@ struct WorkHeader {
 
 struct alignas(16) RangeStart {
   int32_t tile, kv_head, stage;
-  int32_t unit_begin;  // of that unit, in all units
+  int32_t unit_begin;  // of that unit's first stage, in all units
   QueryTile of;        // the tile, so that nothing has to wait for it
 };
 
@@ -106,8 +119,9 @@ MEMKV_HD Stages visible_stages(const WorkShape& shape,
 }
 
 MEMKV_HD int32_t unit_length(const WorkShape& shape, int32_t num_stages) {
+  if (num_stages == 0) return 0;
   return shape.fixed_range > 0 ? divide_up(num_stages, shape.fixed_range) * shape.fixed_range
-                               : num_stages;
+                               : num_stages + shape.lead;
 }
 
 MEMKV_HD int32_t range_length(const WorkShape& shape, int32_t length) {
@@ -116,6 +130,7 @@ MEMKV_HD int32_t range_length(const WorkShape& shape, int32_t length) {
   return balanced > shape.least_range ? balanced : shape.least_range;
 }
 
+// unit_begin: of the unit's first stage.
 MEMKV_HD UnitParts parts_of(int32_t unit_begin, int32_t num_stages, int32_t range_length) {
   const int32_t first = unit_begin / range_length;
   const int32_t last = (unit_begin + num_stages - 1) / range_length;
