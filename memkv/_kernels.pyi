@@ -61,7 +61,6 @@ class WorkShape: ...
 class PackedSize:
     def __init__(self, num_entries: int, num_segments: int, block_size: int) -> None: ...
 
-
 class LoopShape:
     tile_rows: int
     stage_tokens: int

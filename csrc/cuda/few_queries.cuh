@@ -45,6 +45,7 @@ struct FewQueries {
                                  : kTiles* kSteps > 8                                ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
+  static constexpr bool kCopiesTurn = kTiles * kSteps <= 16;  // the first, where registers allow
   static constexpr int kTurnedAtOnce = kTiles * kSteps > 16 || kSteps % 4 != 0 ? 1 : 2;  // steps
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocksAtOnce = 1;  // of 8 warps: shared memory has no room for more
@@ -176,14 +177,16 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
       if (my_begin < my_end) {
         // The first turn is on its way too, to shared memory: later ones wait for global memory
         // while other warps work.
-        const float* turn =
-            turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
-        if (turn != nullptr) {
-          for (int i = 2 * lane; i < call.rotary_dim; i += 64) {
-            copy_async_8(shared_address(first_turn + i), turn + i);
+        if constexpr (Loop::kCopiesTurn) {
+          const float* turn =
+              turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
+          if (turn != nullptr) {
+            for (int i = 2 * lane; i < call.rotary_dim; i += 64) {
+              copy_async_8(shared_address(first_turn + i), turn + i);
+            }
           }
+          copy_async_commit();
         }
-        copy_async_commit();
         list.of(my_begin, taken_from.run);
       }
       if (!waited) wait_for_predecessor();  // up to here only the plan was read
@@ -216,7 +219,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         keep_query(i, load_query(i));
       }
       if (threadIdx.x < Loop::kRows) positions[threadIdx.x] = my_position;
-      copy_async_wait<0>();
+      if constexpr (Loop::kCopiesTurn) copy_async_wait<0>();
       __syncthreads();
 
       float top[kTiles][2], exact[kTiles][2], out[kTiles][kSteps][4], sum[kTiles][4];
@@ -242,7 +245,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           segment = taken_from.segment();
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
           const float* turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
-          if (turn[0] != nullptr && stage == my_begin) turn[0] = first_turn;
+          if (Loop::kCopiesTurn && turn[0] != nullptr && stage == my_begin) turn[0] = first_turn;
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const float* row = rows + (t * 8 + g) * Loop::kRowFloats;

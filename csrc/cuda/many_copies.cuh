@@ -1,7 +1,7 @@
 // How the ring of many_queries.cuh is filled, by warps that do nothing else.
 //
 //     stage    | i | i+1 | i+2 | i+3 ...      full: the copies of all their threads are done
-//     slot     | 0 |  1  |  2  |  0           empty: the warps that multiply have read it
+//     slot     | 0 |  1  |  2  |  0           empty: the threads that multiply have read it
 #pragma once
 
 #include "many_products.cuh"
@@ -21,7 +21,7 @@ class RingPlace {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(barriers_ + i * 16, kCopyWarps * 32);
-      barrier_init(barriers_ + i * 16 + 8, kManyWarps);
+      barrier_init(barriers_ + i * 16 + 8, kManyWarps * 32);
     }
   }
 
@@ -37,10 +37,9 @@ class RingPlace {
   __device__ __forceinline__ void fill() const {
     barrier_arrive_after_copies(barriers_ + slot_ * 16);
   }
-  // This warp has read a slot, this one or an earlier one.
+  // This thread has read a slot, this one or an earlier one.
   __device__ __forceinline__ void release(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers_ + slot * 16 + 8);
+    barrier_arrive(barriers_ + slot * 16 + 8);
   }
   __device__ __forceinline__ void pass() {
     if (++slot_ == kStages) {

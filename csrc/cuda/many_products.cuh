@@ -88,6 +88,22 @@ struct ManyProducts {
   // Adds to the scores.
   static __device__ __forceinline__ void scores(Scores& score, Query& a, uint32_t stage) {
     begin_scores(score, a, stage);
+    wait_for_scores(score, a);
+  }
+
+  // The same, with something done in between.
+  static __device__ __forceinline__ void begin_scores(Scores& score, Query& a, uint32_t stage) {
+    pin_query(a);
+    pin(score);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Warpgroup<T, kTokens>::multiply_add(
+          score, a[step], core_matrices(stage + step * 2 * (kTokens * 16), kTokens * 16));
+    }
+    commit_products();
+  }
+  static __device__ __forceinline__ void wait_for_scores(Scores& score, Query& a) {
     wait_for_products<0>();
     pin_query(a);
     pin(score);
@@ -220,17 +236,6 @@ struct ManyProducts {
   }
 
  private:
-  static __device__ __forceinline__ void begin_scores(Scores& score, Query& a, uint32_t stage) {
-    pin_query(a);
-    pin(score);
-    begin_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      Warpgroup<T, kTokens>::multiply_add(
-          score, a[step], core_matrices(stage + step * 2 * (kTokens * 16), kTokens * 16));
-    }
-    commit_products();
-  }
   static __device__ __forceinline__ void begin_outputs(Outputs& out,
                                                        Weights& weight,
                                                        uint32_t stage,

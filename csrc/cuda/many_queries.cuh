@@ -130,6 +130,18 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
 
     StageMass<T, kHeadDim, kBlockSize> mass(call, work, tile, start.kv_head, shared, team);
     if constexpr (kMass) mass.read_lse(top);
+    // Scores of the stage before, whose weights are found beside the products of this one.
+    typename Products::Scores late;
+    bool is_late = false;
+    const auto keep_late = [&] {
+      if (!is_late) return;
+      is_late = false;
+#pragma unroll
+      for (int i = 0; i < 4 * kTokenTiles; ++i) {
+        late[i] = exp2_of(fmaf(late[i], unit, -top[i / 2 % 2]));
+      }
+      mass.keep(late);
+    };
 
     // The first position that a row at one sees.
     const auto sees_from = [&](int32_t at) {
@@ -159,52 +171,49 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         settle();
         turned = turns;
         const uint16_t* const q_data = static_cast<const uint16_t*>(call.q.data);
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) {  // rows g and g + 8, one after the other
-          const float* turn[] = {turn_of(call, segment, run.index)};
-          if (Loop::kHasTurns && turn[0] != nullptr) {
-            turn[0] = reinterpret_cast<const float*>(run_at + Loop::kTurnAt);
+        const float* turn[2];
+        const uint16_t* row[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // rows g and g + 8
+          turn[i] = turn_of(call, segment, run.index);
+          if (Loop::kHasTurns && turn[i] != nullptr) {
+            turn[i] = reinterpret_cast<const float*>(run_at + Loop::kTurnAt);
           }
           RowPlace place =
               place_of(work, tile, start.kv_head, min(warp * 16 + g + 8 * i, tile.num_rows - 1));
           if (work.shared.of_groups) {  // each turns as its own segment asks, if only by 0
             const SharedRow& of = work.shared.rows[place.token];
             place.token = of.token;
-            turn[0] =
+            turn[i] =
                 call.rotary_dim == 0 ? nullptr : call.turns + int64_t{of.segment} * call.rotary_dim;
           }
-          const uint16_t* const row = q_data + call.q.offset(place.token, place.head);
-          uint32_t* const to = reinterpret_cast<uint32_t*>(query + lane) + i;
-          turn_rows<kSteps,
-                    1,
-                    (kSteps > 8  ? 1
-                     : kTogether ? 4
-                                 : 2)>(
-              turn,
-              pairs,
-              q,
-              [&](int, int d) {
-                return Numbers::unpack(__ldg(reinterpret_cast<const uint32_t*>(row + d)));
-              },
-              [&](int step, const float2(&low)[1], const float2(&high)[1]) {
-                uint32_t first[2], second[2];
-                split<T, 2>(low[0].x, low[0].y, first);
-                split<T, 2>(high[0].x, high[0].y, second);
-#pragma unroll
-                for (int term = 0; term < 2; ++term) {
-                  uint32_t* const at = to + (term * kSteps + step) * (32 * 4);
-                  at[0] = first[term];
-                  at[2] = second[term];
-                }
-              });
+          row[i] = q_data + call.q.offset(place.token, place.head);
         }
+        turn_rows<kSteps, 2, (kSteps > 8 || !kTogether ? 1 : 2)>(
+            turn,
+            pairs,
+            q,
+            [&](int i, int d) {
+              return Numbers::unpack(__ldg(reinterpret_cast<const uint32_t*>(row[i] + d)));
+            },
+            [&](int step, const float2(&low)[2], const float2(&high)[2]) {
+              uint32_t terms_of[4][2];
+              split<T, 2>(low[0].x, low[0].y, terms_of[0]);
+              split<T, 2>(low[1].x, low[1].y, terms_of[1]);
+              split<T, 2>(high[0].x, high[0].y, terms_of[2]);
+              split<T, 2>(high[1].x, high[1].y, terms_of[3]);
+#pragma unroll
+              for (int term = 0; term < 2; ++term) {
+                query[(term * kSteps + step) * 32 + lane] = {
+                    terms_of[0][term], terms_of[1][term], terms_of[2][term], terms_of[3][term]};
+              }
+            });
         if constexpr (kOverlaps) Products::load_query(terms, query);
       }
       if constexpr (kTogether) fence_for_products();
       const StageBlock* const blocks =
           reinterpret_cast<const StageBlock*>(run_at + Loop::kBlocksAt);
       const StageBlock block = blocks[lane % (kTokens / kBlockSize)];
-      if constexpr (kMass) mass.begin_stage(block);
       const int32_t last = block.position + block.num_tokens - 1;
       const bool seen = __any_sync(
           kAllLanes, block.num_tokens > 0 && block.position <= most && last >= from_least);
@@ -212,7 +221,11 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
         settle();
         at_ring.release(slot);
         at_ring.pass();
-        if constexpr (kMass) mass.keep_none();
+        if constexpr (kMass) {
+          keep_late();
+          mass.begin_stage(block);
+          mass.keep_none();
+        }
         // Both warpgroups vote equally often, which is how tools follow their barriers.
         if (kTogether && two_terms) any_of_warpgroup(1 + warp / 4, false);
         continue;
@@ -223,7 +236,10 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
 #pragma unroll
       for (int i = 0; i < 4 * kTokenTiles; ++i) score[i] = 0.0f;
       if constexpr (kOverlaps && kMass) {
-        Products::scores(score, terms, stage_at(slot));
+        Products::begin_scores(score, terms, stage_at(slot));
+        keep_late();
+        mass.begin_stage(block);
+        Products::wait_for_scores(score, terms);
       } else if constexpr (kOverlaps) {
         Products::scores_beside_outputs(
             score, terms, stage_at(slot), out, weight, stage_at(owed == kNone ? slot : owed));
@@ -285,11 +301,11 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       if constexpr (kMass) {
         at_ring.release(slot);
         at_ring.pass();
+        if constexpr (!kOverlaps) mass.begin_stage(block);
 #pragma unroll
-        for (int i = 0; i < 4 * kTokenTiles; ++i) {
-          score[i] = exp2_of(fmaf(score[i], unit, -top[i / 2 % 2]));
-        }
-        mass.keep(score);
+        for (int i = 0; i < 4 * kTokenTiles; ++i) late[i] = score[i];
+        is_late = true;
+        if constexpr (!kOverlaps) keep_late();
         continue;
       }
       raised[0] *= unit;
@@ -344,6 +360,7 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
     settle();
 
     if constexpr (kMass) {
+      keep_late();
       mass.finish();
       return;
     }

@@ -209,7 +209,7 @@ def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
 _MAX_GROUP = 32  # csrc/cuda/many_mass.cuh: kManyMassGroup
 _FEW, _MANY = 0, 1  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
-_LEADS = (0, 4)  # of each loop: what a unit costs beside its stages, in stages
+_LEADS = (0, 7)  # of each loop: what a unit costs beside its stages, in stages
 _LEAST_SHARED_ROWS = 32  # of a kv head, in a group: fewer leave the loop of many rows idle
 _LEAST_SAVED_BYTES = 128 << 20  # of K and V of a layer: what the passes over groups take to read
 _MOST_SHARED_SEGMENTS = 2048  # csrc/cuda/launch.h: kMostSharedSegments
