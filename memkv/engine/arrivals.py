@@ -181,6 +181,8 @@ class Arrivals:
 
     def _read(self, chunk: ResidentChunk, source: KVSource, reader: Task | None) -> None:
         """Gets a chunk's KV for those who wait for it; `reader` is told where the source fails."""
+        if chunk.pins == 0:  # nobody does any more: its blocks are others'
+            return
         waiting = self._fetching.get(chunk.ref.input_key)
         if waiting is not None:
             waiting.append(partial(self._read, chunk, source, reader))

@@ -377,6 +377,25 @@ def test_a_chunk_that_is_on_its_way_to_host_memory_is_not_read_twice(driver: Dri
     driver.assert_idle()
 
 
+def test_who_gave_up_while_it_was_on_its_way_to_host_memory_overwrites_nobody(driver: Driver) -> None:
+    first = chunks_of(driver)[0]
+    driver.finish(driver.submit())  # the prefix is there
+    driver.loader.hold = True
+    driver.lane.prefetch([first], driver.source, to_host=True)
+    asked = driver.submit(first)
+    driver.settle()
+    assert asked in driver.lane.scheduler.loading
+    driver.lane.cancel(asked)
+    driver.settle()
+    other = driver.submit(tail=7 * FAKE_LAYOUT.block_size, max_tokens=3)
+    driver.settle()
+    driver.loader.come_back()
+    driver.finish(other)
+    driver.assert_idle()
+    driver.finish(driver.submit(first))
+    assert driver.source.reads.count("chunk 0") == 1
+
+
 def test_a_source_that_fails_a_prefetch_fails_nobody_and_is_asked_again(driver: Driver) -> None:
     first = chunks_of(driver)[0]
 
