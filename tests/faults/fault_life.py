@@ -232,12 +232,12 @@ DAMAGED = ("heal", "repair", "purge")  # those that begin with damaged files
 
 def check(
     data_dir: str, url: str | None, journal: str, result: str, then: str | None = None, round_: int = 0,
-    damaged: bool = False, downgraded: bool = False,
+    damaged: bool = False, downgraded: bool = False, unharmed: bool = False,
 ) -> None:  # fmt: skip
     """Opens the store as a new process would; prepares for the piece `then` afterwards.
 
     `damaged`: files were damaged on purpose, so that some are still found so; `downgraded`: the schema may be
-    an older one, and is upgraded before.
+    an older one, and is upgraded before; `unharmed`: nobody took files away, so that each row has its own.
 
     Writes the violations to `result`: each promise found broken is one sentence.
     """
@@ -251,6 +251,8 @@ def check(
             found.append(f"the store does not open: {error.code}: {error.detail}")
         else:
             with memory:
+                if unharmed and memory._store.recovery.rows_dropped:
+                    found.append(f"{memory._store.recovery.rows_dropped} rows without their file")
                 found += _check_open(memory, possible_states(journal), damaged)
                 if then is not None:
                     _prepare_open(memory, Journal(journal), then, round_)

@@ -98,7 +98,7 @@ class Stage:
 
     def check(
         self, then: str | None = None, round_: int = 0, weakness: str = "", *, damaged: bool = False,
-        downgraded: bool = False,
+        downgraded: bool = False, unharmed: bool = False,
     ) -> list[str]:  # fmt: skip
         """The violations that `fault_life.check` finds; it prepares for the piece `then` afterwards."""
         result = self.directory / "result"
@@ -106,7 +106,7 @@ class Stage:
         status = self.nursery.run(
             "fault_life:check", NO_FAULT, weakness,
             **self.arguments, result=str(result), then=then, round_=round_, damaged=damaged,
-            downgraded=downgraded,
+            downgraded=downgraded, unharmed=unharmed,
         )  # fmt: skip
         if result.exists():
             found: list[str] = json.loads(result.read_text())

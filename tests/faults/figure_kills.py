@@ -49,7 +49,7 @@ def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) ->
             violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
         found = stage.check(
             then=piece, round_=killed + 1, damaged=piece in DAMAGED,
-            downgraded=piece == "downgrade",
+            downgraded=piece == "downgrade", unharmed=piece != "start",
         )  # fmt: skip
         violations += [f"{piece}, call {at}: {each}" for each in found]
         if status != SIGKILLED or len(violations) > 20:
