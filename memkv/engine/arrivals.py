@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
+from memkv.engine.copies import Copies
 from memkv.engine.failure import typed_error
 from memkv.engine.host_pool import HostChunk, HostPool
 from memkv.engine.kv_cache import Export, KVCache
@@ -29,7 +30,6 @@ from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentC
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import LaneCounters
-from memkv.engine.stopwatch import Stopwatch
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import EngineClosed, MemKVError, ReuseUnavailable, ServiceUnavailableError
 from memkv.kv.chunk import ChunkKV
@@ -78,9 +78,9 @@ class Arrivals:
         self._exports: deque[tuple[list[ChunkFill], list[Pin], Export]] = deque()
         self._forgotten: set[str] = set()  # while they were fetched
         self._fetching: dict[str, list[Callable[[], None]]] = {}  # into the host pool; what follows
-        self._copying: deque[tuple[Stopwatch, HostChunk, bool]] = (
-            deque()
-        )  # to the device; whether to forget it
+        self.copies = Copies(
+            kv_cache, host_pool, residency, counters, arrived=self._ready, follow=self._follow
+        )
 
     def expect(self, task: Task, pin: Pin) -> None:
         """Sees to it that the chunks of a pin that a task has just got become ready."""
@@ -162,14 +162,6 @@ class Arrivals:
                 )
                 self._fail(task, error)
 
-    def end_copies(self) -> None:
-        """Lets go of what the device has copied."""
-        while self._copying and self._copying[0][0].is_over:
-            watch, held, forget = self._copying.popleft()
-            self._counters.host_load_seconds += watch.seconds()
-            self._counters.host_loaded_bytes += len(held.blocks) * self._host_pool.layout.bytes_per_block
-            self._host_pool.let_go(held, forget=forget)
-
     def drop(self, input_keys: set[str]) -> None:
         """Forgets chunks in host memory, those on their way there too."""
         self._host_pool.drop(input_keys)
@@ -189,8 +181,7 @@ class Arrivals:
             return
         held = self._host_pool.find(chunk.ref)
         if held is not None:
-            self._put_in_place(chunk, held)
-            self._ready(chunk, None)
+            self.copies.begin(chunk, held=held)
             self._end_prefetch(chunk)
             return
         self._reading[chunk] = time.monotonic()
@@ -249,22 +240,12 @@ class Arrivals:
             for task in self._scheduler.waiters(chunk)[:1]:
                 self._read(chunk, task.source, task)  # the next one's source may do better
         elif held is not None:
-            self._put_in_place(chunk, held)
-            self._ready(chunk, None)
+            self.copies.begin(chunk, held=held)
         elif outcome is not None and self._fits(chunk, outcome):
-            self._kv_cache.import_chunk(outcome, chunk.blocks)
-            self._ready(chunk, outcome)
+            self.copies.begin(chunk, kv=outcome)
         else:
             self._miss(chunk)
         self._end_prefetch(chunk)
-
-    def _put_in_place(self, chunk: ResidentChunk, held: HostChunk) -> None:
-        """From the host pool to the device, and lets go when it is there."""
-        watch = Stopwatch(self._kv_cache.device)
-        self._kv_cache.import_blocks(self._host_pool.storage, held.blocks, chunk.blocks)
-        watch.stop()
-        self._copying.append((watch, held, chunk.dropped))
-        self.end_copies()
 
     def _end_prefetch(self, chunk: ResidentChunk) -> None:
         pin = self._prefetched.pop(chunk, None)
@@ -293,6 +274,9 @@ class Arrivals:
             context = self._residency.hold(held)
         block_size = self._kv_cache.layout.block_size
         return ChunkFill(chunk, context, block_size, task.source if heals else None)
+
+    def _follow(self, chunk: ResidentChunk, work: Callable[[], None]) -> None:
+        self._agenda.follow(Work(work, partial(self._scheduler.waiters, chunk)))
 
     def _ready(self, chunk: ResidentChunk, kv: ChunkKV | None) -> None:
         self._residency.ready(chunk)

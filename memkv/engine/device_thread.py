@@ -204,7 +204,7 @@ class DeviceThread:
         shared = any(lane.awaits_generation for lane in self.lanes.values())
         ready += [(layout, "fill") for layout, lane in self.lanes.items() if lane.has_fills]
         if not ready:
-            return self._collect(is_last=True) or self._await_exports()
+            return self._collect(is_last=True) or self._await_moves()
         turn = self._turns.choose(ready)
         lane = self.lanes[turn[0]]
         started = time.monotonic()
@@ -224,13 +224,13 @@ class DeviceThread:
         self._follow_up()
         return bool(works)
 
-    def _await_exports(self) -> bool:
-        """Where nothing is left to compute; False where nothing is on its way to the host either."""
-        exporting = [lane for lane in self.lanes.values() if lane.is_exporting]
-        for lane in exporting:
-            lane.await_exports()
+    def _await_moves(self) -> bool:
+        """Where nothing is left to compute; False where no chunk is on its way either."""
+        moving = [lane for lane in self.lanes.values() if lane.is_moving]
+        for lane in moving:
+            lane.await_moves()
         self._follow_up()
-        return bool(exporting)
+        return bool(moving)
 
     def _follow_up(self) -> bool:
         """Whether there was anything to do."""
@@ -298,4 +298,11 @@ class DeviceThread:
             except Exception:  # noqa: BLE001  # its books are broken; the consumer is told all the same
                 _log.exception("blocks of a request could not be given back")
                 self._outbox.finish(task, self._closed_error())
+        try:
+            self._follow_up()
+            for lane in self.lanes.values():
+                lane.end()
+            self._follow_up()
+        except Exception:  # noqa: BLE001  # a device that failed; the consumers are told all the same
+            _log.exception("what was on its way did not come to an end")
         self._send()

@@ -10,8 +10,10 @@ strided views of the same bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +82,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self._poison = poison
+        self._copies: Any = None  # a stream
         self._storage = torch.empty((num_blocks, layout.bytes_per_block), dtype=torch.uint8, device=device)
         if self.device.type == "cpu":
             prefer_huge_pages(self._storage)
@@ -105,25 +108,43 @@ class KVCache:
         if self._poison and len(blocks):
             self._typed[torch.as_tensor(blocks, device=self.device)] = torch.nan
 
-    def import_chunk(self, kv: ChunkKV, blocks: Sequence[int]) -> None:
-        """Copies a chunk into blocks, in order; one copy, whatever kind of buffer holds it."""
+    def import_chunk(self, kv: ChunkKV, blocks: Sequence[int]) -> Stopwatch:
+        """Copies a chunk into blocks, in order, whatever kind of buffer holds it; as `import_blocks`."""
         assert kv.layout == self.layout, "bug: a chunk of another layout"
         assert len(blocks) == kv.num_blocks, "bug: blocks and chunk disagree"
-        if not blocks:
-            return
         rows = kv.rows()
         if self.device.type == "cpu":
+            watch = Stopwatch(self.device)
             self._storage.numpy()[list(blocks)] = rows
-            return
-        staged = torch.empty(
-            rows.shape, dtype=torch.uint8, pin_memory=True
-        )  # kept by torch until it is copied
+            watch.stop()
+            return watch
+        staged = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)  # kept by torch until copied
         staged.numpy()[:] = rows
-        self.import_blocks(staged, range(len(blocks)), blocks)
+        return self.import_blocks(staged, range(len(blocks)), blocks)
 
-    def import_blocks(self, source: Tensor, source_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copies rows of host memory [n, bytes_per_block] into blocks; a GPU's copy is not waited for."""
-        copy_blocks(source, source_ids, self._storage, blocks)
+    def import_blocks(self, source: Tensor, source_ids: Sequence[int], blocks: Sequence[int]) -> Stopwatch:
+        """Copies rows of host memory [n, bytes_per_block] into blocks.
+
+        A GPU copies beside what it computes, when it has done what it was given before. Until the watch is
+        over the source has to stay as it is, and nothing that is submitted may use the blocks.
+        """
+        with self._beside():
+            watch = Stopwatch(self.device)
+            copy_blocks(source, source_ids, self._storage, blocks)
+            watch.stop()
+        return watch
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, in a stream of its own, which starts behind all that was submitted so far."""
+        if self.device.type == "cpu":
+            yield
+            return
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            yield
 
     def export_chunk(self, blocks: Sequence[int], num_tokens: int) -> ChunkKV:
         """The chunk that these blocks hold, in host memory; slots past `num_tokens` are zero.

@@ -125,7 +125,7 @@ class Lane:
                     hint="retry later, or raise engine.pool_bytes or engine.queue_seconds",
                 ),
             )
-        self._arrivals.end_copies()
+        self._arrivals.copies.end()
         self._arrivals.end_exports()
         self._arrivals.give_up_late_reads(now)
         while (foremost := self.scheduler.foremost()) is not None and self._start(foremost, now):
@@ -147,16 +147,25 @@ class Lane:
         return any(sequence.has_tokens for sequence in self.scheduler.running)
 
     @property
-    def is_exporting(self) -> bool:
-        """Whether computed chunks are on their way to the host."""
-        return self._arrivals.is_exporting
+    def is_moving(self) -> bool:
+        """Whether chunks are on their way to the host, or from there to the device."""
+        return self._arrivals.is_exporting or self._arrivals.copies.are_under_way
 
-    def await_exports(self) -> None:
+    def await_moves(self) -> None:
+        """Waits for the first of each."""
+        self._arrivals.copies.end(wait=True)
         self._arrivals.end_exports(wait=True)
 
     @property
     def has_fills(self) -> bool:
         return self.scheduler.has_fills
+
+    def end(self) -> None:
+        """When all tasks have ended: waits for what is on its way, and holds nothing any more."""
+        for fill in self.scheduler.take_idle_fills():
+            fill.release()
+        while self.is_moving:
+            self.await_moves()
 
     # Steps
 

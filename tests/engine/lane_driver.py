@@ -153,6 +153,8 @@ class Driver:
         while (work := self.agenda.next_posted()) is not None:  # reads that came back at once
             self.do(work)
         self.lane.settle(self.now)
+        if self.follow_up():
+            self.lane.settle(self.now)
         self.lane.check_integrity()
         self.outbox.take_finished()
         self.outbox.send()
@@ -172,14 +174,20 @@ class Driver:
             pass
         elif self.lane.has_fills and kind != "generation":
             self.do(self.lane.fill_work(shared=False))
-        elif self.lane.is_exporting:
-            self.lane.await_exports()
+        elif self.lane.is_moving:
+            self.lane.await_moves()
         else:
             return False
-        while (work := self.agenda.next_follow_up()) is not None:
-            self.do(work)
+        self.follow_up()
         self.settle()
         return True
+
+    def follow_up(self) -> bool:
+        work = first = self.agenda.next_follow_up()
+        while work is not None:
+            self.do(work)
+            work = self.agenda.next_follow_up()
+        return first is not None
 
     def run(self) -> None:
         while self.step():

@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
 
 @pytest.fixture(scope="module")
 def engine(model: LoadedModel) -> Iterator[Engine]:
-    with Engine(model, "bfloat16", config(pool_bytes=400_000_000)) as engine:
+    with Engine(model, "bfloat16", config(pool_bytes=400_000_000, host_bytes=200_000_000)) as engine:
         yield engine
         engine.check_integrity()
 
@@ -146,6 +146,23 @@ def test_64_at_once_give_what_they_give_alone(model: LoadedModel, engine: Engine
     together = [engine.generate(request, source) for request in requests]
     for one, other in zip(alone, together, strict=True):
         assert_same(one, other.result(120), model.module.dtype)
+    engine.check_integrity()
+
+
+def test_chunks_that_come_from_host_memory_while_others_answer_are_the_same(
+    model: LoadedModel, engine: Engine
+) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=6), MemorySource()
+    requests = requests_of(prompts, 12)
+    before = [engine.generate(request, source).result(120) for request in requests]
+    other = replace(requests[0], sampling=Sampling(max_tokens=600, ignore_eos=True), keep_logits=0)
+    answering = engine.generate(other, source)
+    for request, expected in zip(requests[1:], before[1:], strict=True):
+        loaded = engine.stats().lanes[0].counters.host_loaded_bytes
+        engine.evict([ref.input_key for ref in request.chunks])
+        assert_same(expected, engine.generate(request, source).result(120), model.module.dtype)
+        assert engine.stats().lanes[0].counters.host_loaded_bytes > loaded
+    answering.result(120)
     engine.check_integrity()
 
 

@@ -11,6 +11,7 @@ from lane_driver import Driver
 
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact
+from memkv.engine.stopwatch import Stopwatch
 from memkv.errors import MemKVError, Overloaded, ReuseUnavailable
 from memkv.kv.chunk import ChunkKV
 
@@ -172,3 +173,30 @@ def test_a_prefix_that_is_dropped_and_then_not_found_strands_nobody(driver: Driv
     driver.loader.come_back()
     driver.finish(second)
     driver.assert_idle()
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_chunk_may_be_mapped_when_its_copy_has_ended(cancel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU copies it: until then its blocks are nobody else's, whatever becomes of those who wait."""
+    driver = Driver(num_blocks=32)
+    chunk = driver.prompts.chunk(40)
+    driver.store(driver.prompts.prefix, chunk)
+    over: list[bool] = []
+    monkeypatch.setattr(Stopwatch, "is_over", property(lambda watch: bool(over)))
+    sequence = driver.submit(chunk, max_tokens=3)
+    driver.loader.hold = False
+    driver.settle()
+    driver.settle()
+    assert driver.lane.is_moving and not driver.lane.has_generations
+    counts = driver.lane.residency.counts()
+    if cancel:
+        driver.lane.cancel(sequence)
+        assert driver.lane.residency.counts().pinned == counts.pinned > 0
+        over.append(True)
+        driver.run()
+        assert driver.lane.residency.counts().pinned == 0
+        assert driver.lane.residency.knows(chunk)
+        return
+    over.append(True)
+    driver.finish(sequence)
+    assert not driver.source.writes

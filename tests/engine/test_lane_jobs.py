@@ -228,7 +228,7 @@ def test_steps_go_on_while_chunks_are_on_their_way_to_the_host(slow_exports: Non
     chunks = [driver.prompts.chunk(30 + index, f"c{index}") for index in range(6)]
     job = driver.submit_job(*chunks)
     driver.step()  # the prefix
-    assert driver.lane.is_exporting and not driver.lane.has_fills
+    assert driver.lane.is_moving and not driver.lane.has_fills
     answering = driver.submit(tail=8, max_tokens=10, reuse="off")
     for _ in range(5):
         driver.step("generation")
@@ -250,7 +250,7 @@ def test_a_job_that_is_cancelled_while_its_chunks_are_on_their_way_leaves_nothin
     driver.step()
     driver.lane.cancel(job)
     driver.settle()
-    assert driver.lane.is_exporting
+    assert driver.lane.is_moving
     driver.run()
     driver.assert_idle()
     assert driver.lane.residency.counts().cached == 0
