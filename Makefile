@@ -38,6 +38,12 @@ test: install models lint ## install, lint, then every test
 faults: install ## install, then the fault campaign (hours); figures that have a result are skipped
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/campaign.py
 
+.PHONY: coverage
+coverage: install ## install, then the store's tests: every branch of the store and of the fingerprint is to be taken
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run --branch --data-file=build/coverage \
+		--include='memkv/store/*,memkv/kv/fingerprint.py' -m pytest tests/store tests/kv
+	$(BIN)/python -m coverage report --data-file=build/coverage --show-missing --skip-covered --fail-under=100
+
 .PHONY: bench
 bench: install models ## install, then TTFT with and without reuse, bandwidths and tokens per second
 	$(BIN)/memkv bench compare
