@@ -229,7 +229,10 @@ class Arrivals:
         self, chunk: ResidentChunk, reader: Task | None, outcome: ReadOutcome, held: HostChunk | None
     ) -> None:
         """A read that `reader` asked for came back; others may wait for the same chunk."""
-        self._reading.pop(chunk, None)
+        since = self._reading.pop(chunk, None)
+        if since is not None and isinstance(outcome, ChunkKV):
+            self._counters.source_load_seconds += time.monotonic() - since
+            self._counters.source_loaded_bytes += outcome.layout.bytes_for(outcome.num_tokens)
         if chunk.pins == 0:  # nobody does any more
             if held is not None:
                 self._host_pool.let_go(held, forget=chunk.dropped)

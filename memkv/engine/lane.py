@@ -235,7 +235,9 @@ class Lane:
         if reason is not None:
             sequence.leave_run(self.continuations)
             self._leave(sequence)
-            self._outbox.finish(sequence, sequence.result(reason, now))
+            result = sequence.result(reason, now)
+            self.steps.counters.count(result.timings)
+            self._outbox.finish(sequence, result)
             return
         if sequence.run is not None and sequence.is_ahead:
             sequence.resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from memkv.errors import ContextTooLong
 from memkv.memory.collections import OpenCollection
 from memkv.memory.conversation import Conversation, pieces_of, recall
 from memkv.memory.gate import ChosenPolicy, cheapest_that_passed, named_policy
+from memkv.memory.metrics import Metric
 from memkv.memory.parts import Parts
 from memkv.memory.retrieval import Retrieval, Retrieved
 from memkv.store.rows import ChunkRow
@@ -49,6 +51,14 @@ class Answering:
     def __init__(self, parts: Parts, retrieval: Retrieval) -> None:
         self._parts = parts
         self._retrieval = retrieval
+        self._lock = threading.Lock()  # guards what follows
+        self._num_retrievals, self._retrieve_seconds = 0, 0.0
+
+    def metrics(self) -> Iterator[Metric]:
+        with self._lock:
+            count, seconds = self._num_retrievals, self._retrieve_seconds
+        yield Metric("memkv_retrievals", "questions that chunks were retrieved for", "counter", {"": count})
+        yield Metric("memkv_retrieve_seconds", "time that it took", "counter", {"": seconds})
 
     def start(self, collection: OpenCollection, request: QueryRequest) -> QueryStream:
         """Retrieves and submits; the answer comes through the stream.
@@ -73,6 +83,9 @@ class Answering:
         chunks = [hit.chunk for hit in (*conversation.chunks, *mapped)]
         chosen = self._auto(collection, chunks) if wanted is None else ChosenPolicy(wanted)
         retrieve_ms = _ms_since(started)
+        with self._lock:
+            self._num_retrievals += 1
+            self._retrieve_seconds += retrieve_ms / 1e3
         if not mapped and not conversation.chunks:
             return QueryStream(_Question(request, chosen, [], started, retrieve_ms), None)
         pieces = pieces_of(collection, (*conversation.parts, *mapped))

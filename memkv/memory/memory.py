@@ -281,7 +281,11 @@ class Memory(StoredMemory):
         )
 
     def metrics(self) -> list[Metric]:
-        return [*super().metrics(), *engine_metrics(self._parts.engine.stats())]
+        return [
+            *super().metrics(),
+            *self._answering.metrics(),
+            *engine_metrics(self._parts.engine.stats()),
+        ]
 
     def _drop(self, input_keys: Iterable[str]) -> None:
         self._parts.engine.drop(input_keys)

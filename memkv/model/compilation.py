@@ -21,8 +21,8 @@ from memkv.model.loader import LoadedModel
 
 _log = logging.getLogger(__name__)
 _LENGTHS = (33, 64, 1, 2, 1000)  # what one of them compiles serves all that come later
-# Products of one row become kernels of their own, tuned: without attention a token of an answer of the 8B shape
-# took 4.1 ms on an H200, instead of 5.0.
+# Products of one row become kernels of their own, tuned: without attention, a token of an answer of the 8B
+# shape took 4.1 ms on an H200 instead of 5.0.
 _OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"coordinate_descent_tuning": True}
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest logit
 

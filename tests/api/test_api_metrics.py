@@ -54,6 +54,11 @@ def test_the_numbers_are_those_of_the_store(http: httpx2.Client, collection: str
     assert now["memkv_engine_generated_tokens_total", ""] > before.get(
         ("memkv_engine_generated_tokens_total", ""), 0
     )
+    assert now["memkv_retrievals_total", ""] == before["memkv_retrievals_total", ""] + 1
+    assert now["memkv_retrieve_seconds_total", ""] > before["memkv_retrieve_seconds_total", ""]
+    for stage in ("queue", "prefill", "decode"):
+        name = f"memkv_engine_{stage}_seconds_total"
+        assert now[name, ""] > before.get((name, ""), 0)
     assert {state: now["memkv_pool_blocks", state] for state in stats.pool} == stats.pool
     assert now["memkv_disk_free_bytes", ""] > 0
     assert now["memkv_recovery", "epoch"] >= 1

@@ -200,3 +200,22 @@ def test_a_chunk_may_be_mapped_when_its_copy_has_ended(cancel: bool, monkeypatch
     over.append(True)
     driver.finish(sequence)
     assert not driver.source.writes
+
+
+def test_the_stages_of_answers_add_up(driver: Driver) -> None:
+    chunk = driver.prompts.chunk(40)
+    driver.store(driver.prompts.prefix, chunk)
+    results = []
+    for _ in range(2):
+        sequence = driver.submit(chunk, max_tokens=3)
+        driver.loader.hold = False
+        driver.finish(sequence)
+        results.append(sequence.generation.result(0).timings)
+    counters = driver.lane.stats().counters
+    assert counters.answers == 2
+    for stage in ("queue", "load", "look", "prefill"):
+        spent = sum(getattr(timings, f"{stage}_ms") for timings in results)
+        assert getattr(counters, f"{stage}_seconds") == pytest.approx(spent / 1e3)
+    after_first = sum(timings.total_ms - timings.ttft_ms for timings in results)
+    assert counters.decode_seconds == pytest.approx(after_first / 1e3)
+    assert counters.source_loaded_bytes == FAKE_LAYOUT.bytes_for(13) + FAKE_LAYOUT.bytes_for(40)
