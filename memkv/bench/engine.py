@@ -13,6 +13,7 @@ Ways of one measurement take turns; figures are medians.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 from collections import deque
@@ -255,6 +256,8 @@ class _Bench:
             for generation in generations:
                 generation.result()
             per_token = engine.layout(sizes.block_size).bytes_per_token
+        del engine
+        gc.collect()  # its pool may be most of the device's memory
         timings = last.timings
         tokens = context + sizes.prefix + sizes.question + sizes.batch_tokens // 2
         num_bytes = self._peers.num_weight_bytes + batch * tokens * per_token
