@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from memkv.errors import BadRequestError
 
 if TYPE_CHECKING:
     from memkv.eval.study import Row, Study
+    from memkv.eval.tasks import Task
     from memkv.memory.gate import ChosenPolicy
     from memkv.store.store import Store
 
@@ -37,7 +40,14 @@ def evaluate() -> None:
     "--generate", type=click.IntRange(1, 875), default=100, show_default=True, help="Made-up tasks."
 )
 @click.option("--questions", type=click.IntRange(1), help="At most so many, the first.  [default: all]")
-@click.option("--policy", "policies", multiple=True, metavar="NAME", help="What to measure; may be repeated.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="A policy, or a peer: cacheblend:R, alone, temperature:T; may be repeated.  "
+    f"[default: {', '.join(_POLICIES)}]",
+)
 @click.option("--length", type=click.IntRange(16), default=4096, show_default=True, help="Retrieved tokens.")
 @click.option(
     "--chunk-tokens", type=click.IntRange(16, 4096), default=256, show_default=True, help="Of one chunk."
@@ -62,7 +72,7 @@ def evaluate() -> None:
     metavar="FILE",
     help="Keep the result as JSON.",
 )
-@click.option("--gate", is_flag=True, help="Let `auto` go by the result, in the store of --data-dir.")
+@click.option("--gate", is_flag=True, help="Let `auto` go by the result, too, in the store of --data-dir.")
 @embedded_options
 @output_options
 def run(target: Target, out: Output, **options: Any) -> None:
@@ -99,6 +109,8 @@ def run(target: Target, out: Output, **options: Any) -> None:
 
         data, seed = options["data"], options["seed"]
         tasks = read_tasks(data) if data else generate_tasks(options["generate"], seed)
+        if options["gate"]:
+            _note_few(out, tasks[: options["questions"]], target.config().query.gate_questions)
         plan = Plan(
             subjects=tuple(parse_subject(name) for name in options["policies"] or _POLICIES),
             form=Form(
@@ -129,7 +141,9 @@ def run(target: Target, out: Output, **options: Any) -> None:
     if output:
         _write(output, study)
     if options["gate"]:
-        _keep(target, study)
+        with _store(target) as store:
+            store.catalog.put_gates(study.fingerprint_digest, study.gate_rows())
+            out.note(_told(study, _auto(target, store, study)))
 
 
 @evaluate.command()
@@ -152,36 +166,65 @@ def compare(files: tuple[Path, ...], plot: Path | None, out: Output) -> None:
 
 
 @evaluate.command()
-@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @embedded_options
 @output_options
-def gate(result: Path, target: Target, out: Output) -> None:
-    """Let `auto` go by a kept result, for the model that it was made with."""
+def gate(results: tuple[Path, ...], target: Target, out: Output) -> None:
+    """Let `auto` go by kept results, and by nothing else that was measured of the same model and prefix."""
     from memkv.eval.study import read_study
 
-    study = read_study(result)
-    chosen = _keep(target, study)
-    auto, reason = chosen.policy.name, chosen.fallback_reason
+    studies = [read_study(path) for path in results]
+    rows = [study.gate_rows() for study in studies]
+    with _store(target) as store:
+        for digest in {study.fingerprint_digest for study in studies}:
+            store.catalog.drop_gates(digest)
+        for study, kept in zip(studies, rows, strict=True):
+            store.catalog.put_gates(study.fingerprint_digest, kept)
+        chosen = [_auto(target, store, study) for study in studies]
+        here = {row.fingerprint_digest for row in store.catalog.all_collections()}
+    for path, study in zip(results, studies, strict=True):
+        if here and study.fingerprint_digest not in here:
+            out.note(f"note: no collection here is of the model and prefix of {path}")
     if out.is_json:
-        kept = {"fingerprint": study.fingerprint_digest, "rows": len(study.rows)}
-        out.json({**kept, "auto": auto, "fallback_reason": reason})
-    else:
-        click.echo(
-            f"kept {len(study.rows)} rows for {printable(study.model)}; {reason or f'auto means {auto}'}"
+        out.json(
+            [
+                {
+                    "fingerprint": study.fingerprint_digest,
+                    "rows": len(kept),
+                    "auto": auto.policy.name,
+                    "fallback_reason": auto.fallback_reason,
+                }
+                for study, kept, auto in zip(studies, rows, chosen, strict=True)
+            ]
         )
+    else:
+        click.echo("\n".join(map(_told, studies, chosen)))
 
 
-def _keep(target: Target, study: Study) -> ChosenPolicy:
-    """Writes the result to the store, and says what `auto` means from now on."""
+def _note_few(out: Output, tasks: Sequence[Task], wanted: int) -> None:
+    """Said before hours are spent on it."""
+    for kind, count in Counter(task.kind for task in tasks).items():
+        if count < wanted:
+            few = f"{count} questions of {printable(kind)}"
+            out.note(f"note: {few}; no policy passes the gate on fewer than {wanted}")
+
+
+def _auto(target: Target, store: Store, study: Study) -> ChosenPolicy:
+    """What `auto` means for prompts as they were measured."""
     from memkv.memory.gate import cheapest_that_passed
 
-    rows = study.gate_rows()
-    with _store(target) as store:
-        store.catalog.put_gates(study.fingerprint_digest, rows)
-        kept = store.catalog.gates(study.fingerprint_digest)
+    row = study.gate_rows()[0]
     return cheapest_that_passed(
-        kept, target.config().query, chunk_tokens=rows[0].chunk_tokens, mapped_tokens=rows[0].length
+        store.catalog.gates(study.fingerprint_digest),
+        target.config().query,
+        chunk_tokens=row.chunk_tokens,
+        mapped_tokens=row.length,
     )
+
+
+def _told(study: Study, auto: ChosenPolicy) -> str:
+    meaning = auto.fallback_reason or f"auto means {auto.policy.name}"
+    return printable(f"{study.model}, {study.data}: {meaning}")
 
 
 def _store(target: Target) -> Store:

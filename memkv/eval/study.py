@@ -15,6 +15,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 _HINT = "give a file that `memkv eval run` wrote"
+_ROUNDING = 1e-6  # nats
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     block_size: int
     prefix_tokens: int
-    chunk_tokens_mean: float
+    chunk_tokens_mean: Annotated[float, Meta(ge=0.0)]
     device: str
     versions: dict[str, str]
     seconds: float
@@ -89,6 +90,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
     def gate_rows(self) -> list[GateRow]:
         """What the gate goes by: the policies whose quality was measured.
+
+        `length` is what prompts really had where they had room for another chunk.
 
         Raises `BadRequestError` where there is none, or where the prompts were not those of collections.
         """
@@ -103,6 +106,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         length = self.form.get("length")
         if not isinstance(length, int) or not 16 <= length < 2**31:
             raise BadRequestError(f"no prompt has chunks of {length} tokens together", hint=_HINT)
+        if self.chunk_tokens_mean + chunk_tokens <= length:  # there were too few contexts to fill prompts
+            length = int(self.chunk_tokens_mean)
         rows = [
             GateRow(
                 data=self.data,
@@ -136,7 +141,14 @@ def read_study(path: Path) -> Study:
     names = [(row.kind, row.policy) for row in study.rows]
     if len(set(names)) < len(names):
         raise _no_result(path, "a policy stands there twice for the same tasks")
+    for row in study.rows:
+        if not (_between(row.low, row.value, row.high) and _between(row.dnll_low, row.dnll, row.dnll_high)):
+            raise _no_result(path, f"an interval of {row.policy} does not hold its mean")
     return study
+
+
+def _between(low: float, mean: float, high: float) -> bool:
+    return low - _ROUNDING <= mean <= high + _ROUNDING
 
 
 def _no_result(path: Path, why: str) -> BadRequestError:

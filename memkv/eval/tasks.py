@@ -70,6 +70,9 @@ def _tasks(text: str, path: Path) -> Iterator[Task]:
         if line.strip():
             try:
                 yield _task(json.loads(line), f"{path.stem}-{number}", path.stem)
+            except json.JSONDecodeError as error:
+                why = f"no JSON from character {error.pos + 1} on: {error.msg}"
+                raise BadRequestError(f"{path}, line {number}: {why}", hint=_FORM) from None
             except (ValueError, RecursionError) as error:
                 raise BadRequestError(f"{path}, line {number}: {error}", hint=_FORM) from None
 

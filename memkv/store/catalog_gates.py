@@ -31,6 +31,11 @@ class GateStatements(Statements):
             own = {"fingerprint_digest": fingerprint_digest, "measured_at": now()}
             transaction.connection.execute(insert(Gate), [{**asdict(row), **own} for row in rows])
 
+    def drop_gates(self, fingerprint_digest: str) -> None:
+        """Forgets all that was measured under this fingerprint."""
+        with self._database.write() as transaction:
+            transaction.connection.execute(delete(Gate).where(Gate.fingerprint_digest == fingerprint_digest))
+
     def gates(self, fingerprint_digest: str) -> list[GateRow]:
         """All that was measured under this fingerprint."""
         statement = (

@@ -106,11 +106,19 @@ def test_a_study_is_read_as_it_was_written(study: Study, tmp_path: Path) -> None
     absurd = [whole.replace('"questions":2', f'"questions":{number}') for number in (-1, 2**63, 2**31)]
     odd = whole.replace('"kind":"multi_hop"', '"kind":"multi\\u0000hop"')
     empty = msgspec.json.encode(msgspec.structs.replace(study, rows=[])).decode()
-    for text in ("{}", "", "[1]", '{"model": 3}', twice, *absurd, odd, empty):
+    edited = [edit(study, **{name: -0.5}) for name in ("high", "dnll_high")] + [edit(study, dnll_low=9.0)]
+    for text in ("{}", "", "[1]", '{"model": 3}', twice, *absurd, odd, empty, *edited):
         assert text != whole
         path.write_text(text)
         with pytest.raises(BadRequestError, match="no result of an evaluation"):
             read_study(path)
+
+
+def edit(study: Study, **changes: float) -> str:
+    """With one row changed."""
+    first, *others = study.rows
+    changed = msgspec.structs.replace(study, rows=[msgspec.structs.replace(first, **changes), *others])
+    return msgspec.json.encode(changed).decode()
 
 
 def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
@@ -124,6 +132,10 @@ def test_the_gate_goes_by_policies_that_were_measured(study: Study) -> None:
     for size in (None, "256", 15, 4097, 10**30):
         with pytest.raises(BadRequestError, match="no collection has chunks"):
             msgspec.structs.replace(study, form={**study.form, "chunk_tokens": size}).gate_rows()
+    long = msgspec.structs.replace(study, form={**study.form, "length": 4096}, chunk_tokens_mean=3968.0)
+    assert {row.length for row in long.gate_rows()} == {3968}
+    long = msgspec.structs.replace(long, chunk_tokens_mean=3968.5)  # no room for another chunk of 128
+    assert {row.length for row in long.gate_rows()} == {4096}
     with pytest.raises(BadRequestError, match="no policy was measured"):
         msgspec.structs.replace(study, rows=rows(study, "full")).gate_rows()
 
@@ -169,12 +181,15 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
     )
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["rows"]
+    assert "note: 1 questions of needle; no policy passes the gate on fewer than 100" in ran.stderr
+    assert "2 generated tasks, seed 0: no approximation" in ran.stderr
     shown = runner.invoke(main, ["eval", "compare", str(kept), str(kept)])
     assert shown.exit_code == 0
     assert shown.output.count("needle_among") >= 2
     gated = runner.invoke(main, ["eval", "gate", str(kept), *common, "--format", "json"])
-    assert json.loads(gated.stdout)["auto"] == "exact"  # two questions prove nothing
-    assert "so auto means exact" in json.loads(gated.stdout)["fallback_reason"]
+    (told,) = json.loads(gated.stdout)
+    assert told["auto"] == "exact"  # two questions prove nothing
+    assert "so auto means exact" in told["fallback_reason"]
     refused = runner.invoke(main, ["eval", "run", *common, "--data", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "no file" in refused.output
@@ -192,6 +207,31 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
         refused = runner.invoke(main, ["eval", "run", *common, "--gate"])
     assert refused.exit_code == 1
     assert "question 1" not in refused.output
+
+
+def test_kept_results_take_the_place_of_what_stood_there(
+    config: Config, study: Study, tmp_path: Path
+) -> None:
+    nothing = {"dnll": 0.0, "dnll_low": 0.0, "dnll_high": 0.0, "checkable": False}
+    proven = [msgspec.structs.replace(row, questions=200, **nothing) for row in rows(study, "map")]
+    unproven = [msgspec.structs.replace(row, questions=9) for row in proven]
+    files = {}
+    for name, found in {"good": proven, "few": unproven}.items():
+        files[name] = str(tmp_path / name)
+        kept = msgspec.structs.replace(study, data=name, rows=found)
+        Path(files[name]).write_bytes(msgspec.json.encode(kept))
+
+    def gate(*names: str) -> list[str]:
+        paths = [files[name] for name in names]
+        ran = CliRunner().invoke(
+            main, ["eval", "gate", *paths, "--data-dir", str(tmp_path / "data"), "--format", "json"]
+        )
+        assert ran.exit_code == 0, ran.output
+        return [told["auto"] for told in json.loads(ran.stdout)]
+
+    assert gate("few") == ["exact"]
+    assert gate("good") == ["map"]
+    assert gate("few", "good") == ["exact", "exact"]
 
 
 def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ("{", "line 2"),
+        ("{", "line 2: no JSON from character 2 on"),
         ("[]", "list"),
         ("[" * 100_000, "line 2"),
         ({**GOOD, "question": " "}, "question"),

@@ -30,3 +30,11 @@ def test_a_new_measurement_replaces_the_old_one_whole(store: Store) -> None:
     store.catalog.put_gates("one", [MAP, SELECT, SMALL])
     store.catalog.put_gates("one", [MAP])
     assert store.catalog.gates("one") == [SMALL, MAP]
+
+
+def test_what_is_dropped_is_dropped_of_one_fingerprint(store: Store) -> None:
+    for digest in ("one", "two"):
+        store.catalog.put_gates(digest, [MAP, OTHER, SMALL])
+    store.catalog.drop_gates("one")
+    assert store.catalog.gates("one") == []
+    assert len(store.catalog.gates("two")) == 3
