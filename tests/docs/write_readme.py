@@ -24,6 +24,7 @@ from memkv.store import block_file
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 MEASURED = ROOT / "tests" / "bench" / "results" / "compare-smollm2.json"
+FAULTS = ROOT / "tests" / "faults" / "results.json"
 PAGES = (README, quality_tables.RESULTS / "README.md")
 
 _PART = re.compile(r"(<!-- made by tests/docs/write_readme\.py: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -102,6 +103,26 @@ def block_format() -> str:
     return f"```\n{drawing}\n```\n"
 
 
+def faults() -> str:
+    """The kept results of the fault campaign, a figure a line."""
+    found = {(each["figure"], each["database"]): each for each in json.loads(FAULTS.read_text())}
+    rows = []
+    for figure in dict.fromkeys(figure for figure, _ in found):
+        of = [found.get((figure, database), {}) for database in ("sqlite", "postgresql")]
+        cells = [f"{each['runs']:,} | {each['violations']}" if "runs" in each else " | " for each in of]
+        controls = [seen for each in of for seen in each.get("controls", {}).values()]
+        noticed = f"{sum(controls)} of {len(controls)}"
+        rows.append(f"| {figure} | {' | '.join(cells)} | {noticed} |")
+    return "\n".join(
+        [
+            "| | SQLite: runs | violations | PostgreSQL: runs | violations | controls noticed |",
+            "| --- | --: | --: | --: | --: | --: |",
+            *rows,
+            "",
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
@@ -113,6 +134,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "configuration": configuration,
     "commands": commands,
     "block-file": block_format,
+    "faults": faults,
 }
 
 
