@@ -234,6 +234,20 @@ def test_kept_results_take_the_place_of_what_stood_there(
     assert gate("few", "good") == ["exact", "exact"]
 
 
+def test_a_result_that_no_collection_here_goes_by_is_kept_and_said(
+    config: Config, study: Study, tmp_path: Path
+) -> None:
+    data = ["--data-dir", str(tmp_path / "data")]
+    models = ["--model", config.model.model, "--embedder", config.model.embedder, "--format", "json"]
+    made = CliRunner().invoke(main, ["collections", "create", "c", *data, *models])
+    kept = tmp_path / "kept.json"
+    for digest, said in ((json.loads(made.stdout)["fingerprint"], False), ("another", True)):
+        kept.write_bytes(msgspec.json.encode(msgspec.structs.replace(study, fingerprint_digest=digest)))
+        ran = CliRunner().invoke(main, ["eval", "gate", str(kept), *data])
+        assert ran.exit_code == 0, ran.output
+        assert ("no collection here is of the model and prefix" in ran.stderr) == said
+
+
 def test_the_frontier_is_drawn(study: Study, tmp_path: Path) -> None:
     drawing = tmp_path / "frontier.svg"
     draw([study], drawing)
