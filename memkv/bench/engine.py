@@ -180,6 +180,7 @@ class _Bench:
         found: dict[tuple[str, str], list[GenerationResult]] = {way: [] for way in ways}
         peer: list[float] = []
         host_tokens = 3 * context // 2 if is_far else 0
+        gc.collect()  # the pool of the engine before
         with self._engine(pool_tokens=5 * context // 2, host_tokens=host_tokens) as engine:
             self._tell(f"{context} tokens: computing the chunks")
             self._make(engine, chunks, keep=is_far)
@@ -242,6 +243,21 @@ class _Bench:
 
     def _decode(self, batch: int, read: float) -> Decode:
         sizes = self._sizes
+        ms, per_token = self._decode_ms(batch)
+        gc.collect()  # the engine's pool may be most of the device's memory
+        tokens = sizes.batch_context + sizes.prefix + sizes.question + sizes.batch_tokens // 2
+        num_bytes = self._peers.num_weight_bytes + batch * tokens * per_token
+        return Decode(
+            batch=batch,
+            context=sizes.batch_context,
+            ms=ms,
+            floor_ms=num_bytes / read / 1e6,
+            peers_ms=self._peers.decode_ms(batch, tokens, sizes.batch_tokens),
+        )
+
+    def _decode_ms(self, batch: int) -> tuple[float, int]:
+        """Of a token of each, and bytes of a token's KV."""
+        sizes = self._sizes
         context = sizes.batch_context
         groups = [self._chunks(context) for _ in range(batch)]
         own = sizes.question + sizes.batch_tokens + 2 * sizes.block_size
@@ -252,22 +268,9 @@ class _Bench:
             self._tell(f"decode, batch {batch}")
             requests = [self._request(chunks, "map", max_tokens=sizes.batch_tokens) for chunks in groups]
             generations = [engine.generate(request, self._store) for request in requests]
-            last = generations[-1].result()
-            for generation in generations:
-                generation.result()
-            per_token = engine.layout(sizes.block_size).bytes_per_token
-        del engine
-        gc.collect()  # its pool may be most of the device's memory
-        timings = last.timings
-        tokens = context + sizes.prefix + sizes.question + sizes.batch_tokens // 2
-        num_bytes = self._peers.num_weight_bytes + batch * tokens * per_token
-        return Decode(
-            batch=batch,
-            context=context,
-            ms=(timings.total_ms - timings.ttft_ms) / (sizes.batch_tokens - 1),
-            floor_ms=num_bytes / read / 1e6,
-            peers_ms=self._peers.decode_ms(batch, tokens, sizes.batch_tokens),
-        )
+            timings = [generation.result().timings for generation in generations][-1]
+            ms = (timings.total_ms - timings.ttft_ms) / (sizes.batch_tokens - 1)
+            return ms, engine.layout(sizes.block_size).bytes_per_token
 
     def _ingest(self) -> tuple[float, float]:
         """(ingest, transformers), in turns on the same ids."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import engine_tables
 import quality_tables
 
 from memkv.cli import main
@@ -126,6 +127,7 @@ def faults() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
+    "engine": engine_tables.engine,
     "quality": quality_tables.real_questions,
     "quality-needles": quality_tables.needles,
     "quality-gate": quality_tables.gated,

@@ -1,0 +1,83 @@
+"""What the kept runs of `memkv bench engine` say, as README.md shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+
+def engine() -> str:
+    """First tokens by context and policy, from far tiers, and decode."""
+    found: dict[str, Any] = json.loads((RESULTS / "engine-h200.json").read_text())
+    sizes, rows = found["sizes"], found["ttft"]
+    policies = sizes["policies"]
+    names = " | ".join(f"`{name}`" for name in policies)
+    lines = [
+        f"{found['gpu']}, {found['model']}, {found['dtype']}, chunks of {sizes['chunk']} tokens and "
+        f"{sizes['question']} question tokens; from the request to the token on the host, chunks resident, "
+        f"without retrieval; medians of {sizes['rounds']}. transformers with torch's own attention, in the "
+        "same run.",
+        "",
+        f"| retrieved tokens | full prefill | transformers | {names} |",
+        f"| --: | --: | --: |{' --: |' * len(policies)}",
+    ]
+    for context in sorted({row["context"] for row in rows}):
+        times = {row["policy"]: row for row in rows if row["context"] == context and row["tier"] == "device"}
+        cells = [
+            times["off"]["ms"],
+            times["off"]["transformers_ms"],
+            *(times[name]["ms"] for name in policies),
+        ]
+        lines.append(f"| {context:,} | {' | '.join(_ms(value) for value in cells)} |")
+    lines += [
+        "",
+        "| where the chunks are | policy | first token | of it loading | loads at | beside |",
+        "| --- | --- | --: | --: | --: | --- |",
+    ]
+    beside = {
+        "host": f"{found['host_link_gbs']:.1f} GB/s of one large copy",
+        "disk": f"{found['disk_read_gbs']:.2f} GB/s of a plain parallel read of the same files",
+    }
+    for row in rows:
+        tier = row["tier"]
+        if tier != "device":
+            rate = f"{found[f'{tier}_load_gbs']:.{1 if tier == 'host' else 2}f} GB/s"
+            lines.append(
+                f"| {tier}, {row['context']:,} tokens | `{row['policy']}` | {_ms(row['ms'])} | "
+                f"{_ms(row['load_ms'])} | {rate} | {beside[tier]} |"
+            )
+    lines += [
+        "",
+        f"| answers at once, each behind {sizes['batch_context']:,} mapped tokens | a token of each | "
+        "weights and KV read once | transformers |",
+        "| --: | --: | --: | --: |",
+    ]
+    for row in found["decode"]:
+        peer = row["peers_ms"].get("transformers")
+        times = (row["ms"], row["floor_ms"])
+        lines.append(
+            f"| {row['batch']} | {' | '.join(f'{value:.1f} ms' for value in times)} | "
+            f"{'' if peer is None else f'{peer:.0f} ms'} |"
+        )
+    written = found["ingest_tokens_per_s"] * _bytes_per_token(found) / 1e9
+    lines += [
+        "",
+        f"Ingest: {found['ingest_tokens_per_s']:,.0f} tokens a second, computed, written and synced, which "
+        f"is {written:.2f} GB/s of KV where a plain write of that disk gives {found['disk_write_gbs']:.2f}; the "
+        f"bare model's pass over the same ids gives {found['forward_tokens_per_s']:,.0f}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _bytes_per_token(found: dict[str, Any]) -> int:
+    """Of the one shape that is kept: 32 layers, 8 heads of 128, two bytes, keys and values."""
+    assert found["model"].startswith("llama-3.1-8b") and found["kv_dtype"] == "bfloat16"
+    return 32 * 8 * 128 * 2 * 2
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
