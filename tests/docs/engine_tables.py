@@ -66,8 +66,8 @@ def engine() -> str:
     lines += [
         "",
         f"Ingest: {found['ingest_tokens_per_s']:,.0f} tokens a second, computed, written and synced, which "
-        f"is {written:.2f} GB/s of KV where a plain write of that disk gives {found['disk_write_gbs']:.2f}; the "
-        f"bare model's pass over the same ids gives {found['forward_tokens_per_s']:,.0f}.",
+        f"is {written:.2f} GB/s of KV where a plain write of that disk gives {found['disk_write_gbs']:.2f}; "
+        f"the bare model's pass over the same ids gives {found['forward_tokens_per_s']:,.0f}.",
         "",
     ]
     return "\n".join(lines)
