@@ -39,7 +39,8 @@ MEANING = {
     "engine.max_running": "sequences that generate at the same time",
     "engine.queue_seconds": "how long a request may wait for blocks",
     "engine.threads": "CPU threads; 0: measured at start",
-    "engine.compile": "compile the model's layers by torch, on a GPU; half a minute at the first start",
+    "engine.compile": "compile the model's layers by torch, on a GPU, in half a minute at the first start; "
+    "a single command on a data directory does so only where it is set",
     "engine.continuation_share": "part of the pool that ended exact answers may keep for later ones; 0: none",
     "engine.warm_share": "part of pool and host memory filled at start with what was mapped most; 0: none",
     "ingest.chunk_tokens": "largest chunk",

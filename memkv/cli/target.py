@@ -63,6 +63,8 @@ class Target:
                 yield client
             return
         config = self.config()
+        if config.origin("engine.compile") == "default":
+            config = self.config(engine__compile=False)  # one command would wait longer for it than it saves
         log_warnings_to_stderr()
         with steps(out) as tell:
             client = MemKV.local(config=config, on_progress=tell, models=models)
