@@ -253,6 +253,7 @@ def _text(study: Study) -> str:
             printable(
                 f"{study.model}, {study.dtype}, KV {study.kv_dtype}, on {study.device}; {study.data}; "
                 f"about {study.chunk_tokens_mean:.0f} retrieved tokens, {study.prefix_tokens} of prefix"
+                f"{f'; {study.left_out} tasks left out' if study.left_out else ''}"
             ),
         )
     )

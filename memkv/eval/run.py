@@ -92,7 +92,8 @@ def run_evaluation(
     room = max(0, model.spec.max_context - plan.answer_tokens)
     maker = PromptMaker(tasks, tokenizer, template, embedder, plan.form, room)
     asked = [task for task in tasks if not plan.kinds or task.kind in plan.kinds]
-    prompts = list(_that_fit(maker, asked[: plan.questions or None], tell))
+    asked = asked[: plan.questions or None]
+    prompts = list(_that_fit(maker, asked, tell))
     started = time.perf_counter()
     alone = replace(config.engine, continuation_share=0.0)  # no answer leaves anything to the next one
     with Engine(model, kv_dtype=config.kv.dtype, config=alone) as engine:
@@ -120,6 +121,7 @@ def run_evaluation(
             versions=versions(),
             seconds=0.0,
             rows=[],
+            left_out=len(asked) - len(prompts),
         )
         kept = time.perf_counter()
         for _ in run.steps(prompts, maker):

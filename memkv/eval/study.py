@@ -72,6 +72,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     data: what was asked: a file's name and digest, or how tasks were generated.
     form: how prompts were made.
     device: what computed.
+    left_out: tasks that were not asked, for want of room or of a second chunk; None where that was not kept.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: float
     rows: list[Row]
+    left_out: int | None = None
 
     def gate_rows(self) -> list[GateRow]:
         """What the gate goes by: the policies whose quality was measured.

@@ -146,7 +146,7 @@ def test_a_task_that_exceeds_the_context_is_left_out_and_said(config: Config) ->
     text = " ".join(f"Sentence {number}." for number in range(3000))
     large = Task("giant", "needle", "What?", ("x",), (text,), "It is")
     found = run_evaluation(config, [*small, large], "x", plan("map", timed=0), told.append)
-    assert rows(found, "map")[0].questions == 1
+    assert rows(found, "map")[0].questions == found.left_out == 1
     assert any("giant" in words and "context" in words for words in told)
     with pytest.raises(BadRequestError, match="giant"):
         run_evaluation(config, [large], "x", plan("map", timed=0))
@@ -180,12 +180,15 @@ def test_the_command_measures_keeps_and_gates(config: Config, tmp_path: Path) ->
         ],
     )
     assert ran.exit_code == 0, ran.output
-    assert json.loads(ran.stdout)["rows"]
+    assert json.loads(ran.stdout)["left_out"] == 0
     assert "note: 1 questions of needle; no policy passes the gate on fewer than 100" in ran.stderr
     assert "2 generated tasks, seed 0: no approximation" in ran.stderr
     shown = runner.invoke(main, ["eval", "compare", str(kept), str(kept)])
     assert shown.exit_code == 0
     assert shown.output.count("needle_among") >= 2
+    assert "left out" not in shown.output
+    kept.write_bytes(msgspec.json.encode(msgspec.structs.replace(read_study(kept), left_out=7)))
+    assert "; 7 tasks left out" in runner.invoke(main, ["eval", "compare", str(kept)]).output
     gated = runner.invoke(main, ["eval", "gate", str(kept), *common, "--format", "json"])
     (told,) = json.loads(gated.stdout)
     assert told["auto"] == "exact"  # two questions prove nothing
