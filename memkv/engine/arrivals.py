@@ -121,8 +121,10 @@ class Arrivals:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is read, or on its way to the host."""
-        return bool(self._reading or self._prefetched or self._fetching or self._exports)
+        """Whether anything is read, or on its way to the host or from there to the device."""
+        return bool(
+            self._reading or self._prefetched or self._fetching or self._exports or self.copies.are_under_way
+        )
 
     @property
     def is_exporting(self) -> bool:
@@ -173,18 +175,19 @@ class Arrivals:
 
     def _read(self, chunk: ResidentChunk, source: KVSource, reader: Task | None) -> None:
         """Gets a chunk's KV for those who wait for it; `reader` is told where the source fails."""
+        self._reading.pop(chunk, None)
         if chunk.pins == 0:  # nobody does any more: its blocks are others'
             return
         waiting = self._fetching.get(chunk.ref.input_key)
-        if waiting is not None:
-            waiting.append(partial(self._read, chunk, source, reader))
-            return
-        held = self._host_pool.find(chunk.ref)
+        held = self._host_pool.find(chunk.ref) if waiting is None else None
         if held is not None:
             self.copies.begin(chunk, held=held)
             self._end_prefetch(chunk)
             return
         self._reading[chunk] = time.monotonic()
+        if waiting is not None:
+            waiting.append(partial(self._read, chunk, source, reader))
+            return
 
         def done(outcome: ReadOutcome) -> None:
             held = self._host_pool.put(chunk.ref, outcome) if isinstance(outcome, ChunkKV) else None

@@ -113,8 +113,6 @@ class Lane:
 
     def settle(self, now: float) -> None:
         """Expires, admits and promotes: everything that follows from blocks and time alone."""
-        for fill in self.scheduler.take_idle_fills():
-            fill.release()
         for task in self.scheduler.expired(now):
             counts = self.residency.counts()
             self.fail(
@@ -128,6 +126,8 @@ class Lane:
         self._arrivals.copies.end()
         self._arrivals.end_exports()
         self._arrivals.give_up_late_reads(now)
+        for fill in self.scheduler.take_idle_fills():  # before others find what they hold
+            fill.release()
         while (foremost := self.scheduler.foremost()) is not None and self._start(foremost, now):
             pass
         self.scheduler.promote(now)

@@ -38,7 +38,7 @@ class ChunkFill:
 
     @property
     def can_run(self) -> bool:
-        return self._context is None or self._context.is_ready
+        return not self.is_idle and (self._context is None or self._context.is_ready)
 
     @property
     def is_idle(self) -> bool:

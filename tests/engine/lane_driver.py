@@ -105,9 +105,9 @@ class Driver:
         self.source.kept.update(other.source.kept)
 
     def sequence(self, *chunks: ChunkRef, tail: int | tuple[int, ...] = 5, **changes: Any) -> Sequence:
-        sampling = {
-            name: changes.pop(name) for name in ("max_tokens", "temperature", "seed") if name in changes
-        }
+        drawn = ("max_tokens", "temperature", "seed", "stop")
+        sampling = {name: changes.pop(name) for name in drawn if name in changes}
+        eos = changes.pop("eos", ())
         request = GenerateRequest(
             changes.pop("prefix", self.prompts.prefix),
             chunks,
@@ -117,7 +117,7 @@ class Driver:
             sampling=Sampling(**{"max_tokens": 4, **sampling}),
             **changes,
         )
-        return Sequence(request, self.source, Generation(), (), self.now, self.config.queue_seconds)
+        return Sequence(request, self.source, Generation(), eos, self.now, self.config.queue_seconds)
 
     def submit(self, *chunks: ChunkRef, **changes: Any) -> Sequence:
         sequence = self.sequence(*chunks, **changes)
@@ -147,14 +147,14 @@ class Driver:
                     self.lane.fail(task, typed_error(error))
 
     def settle(self) -> None:
-        while (work := self.agenda.next_posted()) is not None:
-            self.do(work)
-        self.lane.settle(self.now)
-        while (work := self.agenda.next_posted()) is not None:  # reads that came back at once
-            self.do(work)
-        self.lane.settle(self.now)
-        if self.follow_up():
+        settled = False
+        while not settled:  # no oftener than the engine's thread: once, but for what follows
+            work = self.agenda.next_posted()
+            while work is not None:
+                self.do(work)
+                work = self.agenda.next_posted()
             self.lane.settle(self.now)
+            settled = not self.follow_up() and not self.agenda._posted  # reads that came back at once
         self.lane.check_integrity()
         self.outbox.take_finished()
         self.outbox.send()

@@ -146,6 +146,64 @@ def test_a_read_that_does_not_return_in_time_fails_who_waits_for_it() -> None:
     driver.assert_idle()
 
 
+def test_who_comes_when_a_late_read_is_given_up_has_one_of_its_own() -> None:
+    """Something was to be computed behind the late chunk, and held it."""
+    driver = Driver(queue_seconds=5.0)
+    a = driver.prompts.chunk(40, "a")
+    driver.store(driver.prompts.prefix)
+    driver.loader.hold = True
+    stuck = driver.submit(a)
+    driver.settle()
+    driver.loader.come_back("a")  # nothing there: it waits for the prefix
+    driver.settle()
+    driver.now = driver.lane.next_deadline()
+    again = driver.submit()
+    driver.lane.settle(driver.now)
+    assert stuck.is_finished
+    driver.loader.pending.clear()  # the late read never returns
+    driver.settle()
+    assert again in driver.lane.scheduler.loading
+    driver.now = driver.lane.next_deadline()
+    driver.settle()
+    with pytest.raises(MemKVError, match="could not be read within 5 seconds"):
+        again.generation.result(0)
+    driver.assert_idle()
+
+
+def test_a_fetch_into_host_memory_that_does_not_return_fails_who_waits_for_it() -> None:
+    driver = Driver(queue_seconds=5.0, host_bytes=2**20)
+    a = driver.prompts.chunk(40, "a")
+    driver.store(driver.prompts.prefix, a)
+    driver.loader.hold = True
+    driver.lane.prefetch([a], driver.source, to_host=True)
+    stuck = driver.submit(a)
+    driver.settle()
+    driver.loader.come_back("prefix")
+    driver.settle()
+    driver.now = driver.lane.next_deadline()
+    driver.settle()
+    with pytest.raises(MemKVError, match="could not be read within 5 seconds"):
+        stuck.generation.result(0)
+    driver.loader.come_back()
+    driver.settle()
+    driver.assert_idle()
+    assert driver.lane.is_idle
+
+
+def test_a_lane_is_not_idle_while_a_chunk_is_copied(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = driver.prompts.chunk(40)
+    driver.store(chunk)
+    over: list[bool] = []
+    monkeypatch.setattr(Stopwatch, "is_over", property(lambda watch: bool(over)))
+    driver.loader.hold = False
+    driver.lane.prefetch([chunk], driver.source)
+    driver.settle()
+    assert driver.lane.is_moving and not driver.lane.is_idle
+    over.append(True)
+    driver.run()
+    assert driver.lane.is_idle
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_prefix_that_is_dropped_and_then_not_found_strands_nobody(driver: Driver, fails: bool) -> None:
     """Two wait for one chunk, behind two lives of the same prefix; the first one gives up."""

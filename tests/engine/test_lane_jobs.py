@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_harness import (
-    FAKE_LAYOUT,
-)
+from engine_harness import FAKE_LAYOUT, FAKE_VOCAB, RandomPrompts
 from lane_driver import Driver
 
 from memkv.engine.kv_cache import Export
@@ -254,3 +252,28 @@ def test_a_job_that_is_cancelled_while_its_chunks_are_on_their_way_leaves_nothin
     driver.run()
     driver.assert_idle()
     assert driver.lane.residency.counts().cached == 0
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "expired"])
+def test_what_nobody_waits_for_any_more_is_not_computed_into_others_blocks(ends: str) -> None:
+    """A question gets the blocks of a chunk, or of the prefix before it, as soon as they are given up."""
+    driver = Driver(num_blocks=8, queue_seconds=5.0, host_bytes=2**20)
+    other = RandomPrompts(FAKE_VOCAB, prefix_tokens=20, seed=1).prefix
+    driver.store(other)
+    driver.source.kept = {other.input_key: driver.source.kept[other.input_key]}
+    driver.lane.prefetch([other], driver.source, to_host=True)
+    holder = driver.submit(tail=3 * SIZE, max_tokens=SIZE, prefix=ChunkRef("none", (), ()))
+    job = driver.submit_job(driver.prompts.chunk(3 * SIZE, "a"), driver.prompts.chunk(SIZE * 2, "b"))
+    driver.settle()
+    assert {fill.chunk.ref.input_key for fill in driver.lane.scheduler.fills} == {"prefix", "a"}
+    if ends == "cancelled":
+        driver.lane.cancel(job)
+    else:
+        driver.step("fill")
+        assert job.blocked_since is not None
+        driver.now += driver.config.queue_seconds
+    question = driver.submit(tail=5, max_tokens=2, prefix=other)
+    driver.step("fill")
+    driver.finish(question)
+    driver.finish(holder)
+    driver.assert_idle()
