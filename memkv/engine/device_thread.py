@@ -204,19 +204,24 @@ class DeviceThread:
         shared = any(lane.awaits_generation for lane in self.lanes.values())
         ready += [(layout, "fill") for layout, lane in self.lanes.items() if lane.has_fills]
         if not ready:
-            return self._collect(is_last=True) or self._await_moves()
+            return self._collect() or self._await_moves()
         turn = self._turns.choose(ready)
         lane = self.lanes[turn[0]]
         started = time.monotonic()
         self._do(lane.generation_work() if turn[1] == "generation" else lane.fill_work(shared=shared))
-        self._collect(is_last=False)
+        self._collect(lane if turn[1] == "generation" else None)
         self._follow_up()
         self._turns.charge(turn, time.monotonic() - started)
         return True
 
-    def _collect(self, *, is_last: bool) -> bool:
-        """Hands out tokens that steps have sampled; False where there were none to wait for."""
-        works = [work for lane in self.lanes.values() if (work := lane.collect_work(is_last=is_last))]
+    def _collect(self, ahead: Lane | None = None) -> bool:
+        """Hands out tokens that steps have sampled; False where there were none to wait for.
+
+        Args:
+            ahead: the lane of which generations were submitted last: nobody waits for their tokens yet.
+        """
+        lanes = self.lanes.values()
+        works = [work for lane in lanes if (work := lane.collect_work(is_last=lane is not ahead))]
         if works:
             self._prepare()
         for work in works:

@@ -107,8 +107,8 @@ class Steps:
         """What waits for the oldest tokens that were not collected; None without any.
 
         Args:
-            is_last: False where another step was submitted behind them: then one step's tokens may wait, if
-                the device works on its own.
+            is_last: False where one more step of generations was just submitted: then one step's tokens may
+                wait, if the device works on its own.
         """
         keep = 1 if self._runner.runs_ahead and not is_last else 0
         if len(self._sampled) <= keep and not (self._sampled and self._sampled[0].is_here):

@@ -12,17 +12,18 @@ AHEAD = {
     "test_interruption",
     "test_continuations",
     "test_pressure",
+    "test_random_schedules",
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in AHEAD:
-        metafunc.fixturenames.append("runs_ahead")
         metafunc.parametrize("runs_ahead", [False, True], indirect=True, ids=["waits", "ahead"])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if request.param:
+    is_wanted = bool(getattr(request, "param", False))
+    if is_wanted:
         run_ahead(monkeypatch)
-    return bool(request.param)
+    return is_wanted

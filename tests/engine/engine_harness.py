@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from memkv.engine.kv_cache import KVCache
 from memkv.engine.model_runner import StepResult
 from memkv.engine.residency import ChunkRef
 from memkv.engine.steps import _Sampled
+from memkv.engine.stopwatch import Stopwatch
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
 from memkv.model.support import ModelSpec
@@ -131,6 +134,49 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end as late as they may: when the next one has been submitted, or there is none."""
     monkeypatch.setattr(FakeRunner, "runs_ahead", True)
     monkeypatch.setattr(_Sampled, "is_here", False)
+
+
+def end_late(monkeypatch: pytest.MonkeyPatch, random: Random) -> None:
+    """What a device does ends when the host has looked a few times, or waits for it.
+
+    A copy into blocks reads and writes when it begins or as late as that; a copy out of them reads at once,
+    as one in the order of the steps does.
+    """
+
+    def begin(copy: Callable[..., Stopwatch]) -> Callable[..., Stopwatch]:
+        def deferred(*args: Any) -> Stopwatch:
+            if random.random() < 0.5:
+                return copy(*args)
+            watch = Stopwatch(torch.device("cpu"))
+            watch.stop()
+            waiting[watch] = partial(copy, *args)
+            return watch
+
+        return deferred
+
+    def end(watch: Stopwatch) -> None:
+        ended.add(watch)
+        if watch in waiting:
+            waiting.pop(watch)()
+
+    def is_over(watch: Stopwatch) -> bool:
+        if watch not in ended and random.random() < 0.1:
+            end(watch)
+        return watch in ended
+
+    def seconds(watch: Stopwatch) -> float:
+        end(watch)
+        return measured(watch)
+
+    waiting: dict[Stopwatch, Callable[[], Stopwatch]] = {}
+    ended: WeakSet[Stopwatch] = WeakSet()
+    measured = Stopwatch.seconds
+    for name in ("import_chunk", "import_blocks"):
+        monkeypatch.setattr(KVCache, name, begin(getattr(KVCache, name)))
+    monkeypatch.setattr(Stopwatch, "is_over", property(is_over))
+    monkeypatch.setattr(_Sampled, "is_here", property(lambda sampled: sampled.watch.is_over))
+    monkeypatch.setattr(Stopwatch, "wait", end)
+    monkeypatch.setattr(Stopwatch, "seconds", seconds)
 
 
 class FakeRunner:

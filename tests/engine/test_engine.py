@@ -102,17 +102,19 @@ def check(request: GenerateRequest, generation: Generation) -> None:
 # Answers
 
 
-def test_tokens_stream_as_each_step_ends(engine: Engine, runner: FakeRunner, prompts: RandomPrompts) -> None:
+def test_tokens_stream_as_each_step_ends(
+    engine: Engine, runner: FakeRunner, prompts: RandomPrompts, runs_ahead: bool
+) -> None:
     steps = threading.Semaphore(0)
     runner.before = lambda batch: steps.acquire() and None
     request = request_of(prompts, max_tokens=3, decoder=Letters)
     generation = engine.generate(request, MemorySource())
     events = iter(generation)
-    steps.release(2)  # the prefix, the prompt
+    steps.release(2 + runs_ahead)  # the prefix, the prompt, and what is submitted before its token is here
     first = next(events)
     assert isinstance(first, TokenEvent) and first.text == chr(ord("a") + first.token_id % 26)
     assert generation.finish_reason is None
-    steps.release(2)
+    steps.release(2 - runs_ahead)
     rest = list(events)
     result = generation.result(5)
     assert [first.token_id, *(event.token_id for event in rest)] == result.token_ids

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 from engine_harness import FAKE_LAYOUT, fake_answer
 from lane_driver import Driver
@@ -12,7 +10,6 @@ from memkv.engine.batch import Batch
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select
 from memkv.engine.reuse.order import Order
-from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
 
 SIZE = FAKE_LAYOUT.block_size
@@ -142,64 +139,6 @@ def test_jobs_and_answers_in_a_full_pool_all_end() -> None:
         driver.finish(sequence)
     assert len(driver.chunks_of(job)) == 10
     driver.assert_idle()
-
-
-def test_ten_thousand_random_steps_leave_the_books_right() -> None:
-    """Submits, steps, cancels, drops, evicts and prefetches in a small pool, with reads that come back late.
-
-    That every block has its owners, and free, cached, pinned and private ones are the whole pool, is checked
-    at each.
-    """
-    random = Random(11)
-    driver = Driver(num_blocks=40, max_batch_tokens=64, max_running=8, host_bytes=20 * 16 * SIZE * 4)
-    chunks = [driver.prompts.chunk(random.randint(1, 60), f"c{i}") for i in range(12)]
-    driver.store(*chunks[:8])
-    tasks: list[Task] = []
-    interrupted = finished = 0
-    for _ in range(10_000):
-        action = random.random()
-        if action < 0.06 and len(tasks) < 20:
-            tasks.append(
-                driver.submit(
-                    *random.sample(chunks, random.randint(0, 4)),
-                    tail=random.randint(1, 30),
-                    max_tokens=random.randint(1, 120),
-                    policy=random.choice([Exact(), Map(), Head(1), Select(0.3), Order()]),
-                    reuse=random.choice(["auto", "auto", "off"]),
-                )
-            )
-        elif action < 0.07 and len(tasks) < 20:
-            tasks.append(driver.submit_job(*random.sample(chunks, 3)))
-        elif action < 0.08 and tasks:
-            driver.lane.cancel(random.choice(tasks))
-        elif action < 0.09:
-            driver.lane.drop([random.choice(chunks).input_key])
-        elif action < 0.10:
-            driver.lane.prefetch(random.sample(chunks, 2), driver.source)
-        elif action < 0.11:
-            driver.lane.residency.drop([random.choice(chunks).input_key])
-        elif action < 0.13:
-            driver.loader.hold = True
-        elif action < 0.16:
-            driver.loader.come_back()
-        else:
-            driver.step(random.choice(["", "", "fill", "generation"]))
-        driver.settle()
-        assert driver.lane.residency.counts().total == 40
-        for task in [task for task in tasks if task.is_finished]:
-            tasks.remove(task)
-            if isinstance(task, Sequence):
-                result = task.generation.result(0)
-                ids = task.request.prompt_ids[: result.usage.prompt_tokens].tolist()
-                assert result.token_ids == fake_answer(ids, len(result.token_ids))
-                interrupted += result.usage.interruptions
-                finished += result.finish_reason == "length"
-        driver.runner.batches.clear()
-    driver.loader.come_back()
-    driver.run()
-    driver.assert_idle()
-    assert driver.lane.is_idle
-    assert finished > 100 and interrupted > 20
 
 
 def test_a_batch_is_never_built_of_one_that_was_interrupted() -> None:
