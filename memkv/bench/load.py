@@ -174,7 +174,10 @@ def run_load_bench(
         parse_policy(policy)
     fitting = [asked for asked in trace if asked.num_tokens <= model.spec.max_context]
     if not fitting:
-        raise BadRequestError("the trace has no request that fits the model's context")
+        raise BadRequestError(
+            f"the trace has no request that fits the model's context of {model.spec.max_context} tokens",
+            hint="take more of it with --seconds, or a model of a longer context",
+        )
     with (
         tempfile.TemporaryDirectory(prefix="memkv-bench-", dir=directory) as folder,
         BenchStore(Path(folder)) as store,
