@@ -139,8 +139,9 @@ class Generation:
 
     def cancel(self) -> None:
         """Asks the engine to stop; the blocks are free within one step. Does nothing once it is finished."""
-        if self.on_cancel is not None and not self._is_finished:
-            self.on_cancel()
+        cancel = self.on_cancel
+        if cancel is not None and not self._is_finished:
+            cancel()
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Waits for the end.
@@ -188,5 +189,6 @@ class Generation:
                 self._error = outcome
             else:
                 self._result = outcome
+            self.on_cancel = None  # an answer that is kept keeps no engine
             self._changed.notify_all()
             self._ended.notify_all()

@@ -53,8 +53,11 @@ class Scheduler:
 
     def remove(self, task: Task) -> None:
         """Takes a task out of whatever queue it is in."""
+        if self._blocked is not None and self._blocked[0] is task:
+            self._blocked = None
         if isinstance(task, PrefillJob):
-            self.jobs.remove(task)
+            if task in self.jobs:  # or it was not admitted yet
+                self.jobs.remove(task)
             return
         for place in (self.waiting, self.loading, self.running):
             place.pop(task, None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -600,3 +602,34 @@ def test_a_chunk_that_reaches_the_host_between_two_steps_lets_those_run_who_wait
     monkeypatch.setattr(Export, "is_over", property(lambda export: next(seen) >= looks))
     request = request_of(prompts, prompts.chunk(40), max_tokens=3)
     assert len(engine.generate(request, MemorySource()).result(10).token_ids) == 3
+
+
+def test_an_answer_that_is_kept_keeps_no_engine(prompts: RandomPrompts, runner: FakeRunner) -> None:
+    engine = Engine(fake_model(), "float32", config())
+    generation = engine.generate(request_of(prompts), MemorySource())
+    assert generation.result(10).token_ids
+    generation.cancel()  # does nothing any more
+    engine.close()
+    pool = weakref.ref(next(iter(engine._thread.lanes.values())).kv_cache)
+    del engine
+    gc.collect()
+    assert pool() is None
+
+
+def test_a_job_that_was_not_admitted_ends_with_its_engine(
+    prompts: RandomPrompts, runner: FakeRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    runner.before = lambda batch: (entered.set(), leave.wait(5))[0]
+    engine = Engine(fake_model(), "float32", config())
+    engine.generate(request_of(prompts), MemorySource())
+    entered.wait(5)
+    job = engine.submit_prefill(prompts.prefix, [prompts.chunk(20)], MemorySource(), block_size=16)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    wait_until(lambda: engine._thread._agenda.is_closed)
+    leave.set()
+    closing.join(5)
+    with pytest.raises(EngineClosed):
+        engine.collect(job)
+    assert "could not be given back" not in caplog.text
