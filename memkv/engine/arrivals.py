@@ -164,6 +164,11 @@ class Arrivals:
                 )
                 self._fail(task, error)
 
+    def end_prefetches(self) -> None:
+        """Gives up what is read before anybody waits for it."""
+        for chunk in list(self._prefetched):
+            self._end_prefetch(chunk)
+
     def drop(self, input_keys: set[str]) -> None:
         """Forgets chunks in host memory, those on their way there too."""
         self._host_pool.drop(input_keys)

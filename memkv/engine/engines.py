@@ -126,13 +126,14 @@ class Engines:
         return self._nearest(refs, request.block_size)
 
     def _nearest(self, refs: Sequence[ChunkRef], block_size: int) -> Engine:
-        free = [engine for engine in self._engines if engine.num_tasks < engine.max_running]
+        alive = [engine for engine in self._engines if engine.stats().alive] or self._engines
+        free = [engine for engine in alive if engine.num_tasks < engine.max_running]
 
         def rank(engine: Engine) -> tuple[int, int, int]:
             used = sum(lane.blocks.total - lane.blocks.free for lane in engine.stats().lanes)
             return -engine.tokens_here(refs, block_size), engine.num_tasks, used
 
-        return min(free or self._engines, key=rank)
+        return min(free or alive, key=rank)
 
     def _require_open(self) -> None:
         if self._closing:

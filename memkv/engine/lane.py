@@ -164,6 +164,7 @@ class Lane:
         """When all tasks have ended: waits for what is on its way, and holds nothing any more."""
         for fill in self.scheduler.take_idle_fills():
             fill.release()
+        self._arrivals.end_prefetches()
         while self.is_moving:
             self.await_moves()
 

@@ -633,3 +633,18 @@ def test_a_job_that_was_not_admitted_ends_with_its_engine(
     with pytest.raises(EngineClosed):
         engine.collect(job)
     assert "could not be given back" not in caplog.text
+
+
+def test_a_prefetch_that_is_under_way_holds_nothing_of_an_engine_that_is_closed(
+    prompts: RandomPrompts, runner: FakeRunner
+) -> None:
+    reading, leave = threading.Event(), threading.Event()
+    source = MemorySource(lambda ref: (reading.set(), leave.wait(5), None)[2])
+    engine = Engine(fake_model(), "float32", config())
+    engine.prefetch([prompts.chunk(40)], source, block_size=16)
+    assert reading.wait(5)
+    threading.Timer(0.2, leave.set).start()
+    engine.close()
+    (lane,) = engine.stats().lanes
+    assert lane.blocks.free == lane.blocks.total
+    engine.check_integrity()

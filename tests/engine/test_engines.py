@@ -21,6 +21,7 @@ from memkv.engine.engine import Engine
 from memkv.engine.engines import Engines
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
+from memkv.engine.work import Work
 from memkv.errors import EngineClosed, InternalServerError
 
 SIZE = 16
@@ -174,3 +175,18 @@ def test_closed_engines_take_nothing(engines: Engines, prompts: RandomPrompts) -
         engines.generate(request_of(prompts), MemorySource())
     with pytest.raises(EngineClosed):
         engines.prefill(prompts.prefix, [prompts.chunk(5)], MemorySource(), block_size=SIZE)
+
+
+def test_an_engine_that_died_gets_no_questions(engines: Engines, prompts: RandomPrompts) -> None:
+    dead = engines._engines[0]
+
+    def fail() -> None:
+        raise SystemExit("the device is gone")
+
+    dead._thread._loop_once = fail  # type: ignore[method-assign]
+    dead._thread._agenda.post(Work(lambda: None, lambda: ()))
+    wait_until(lambda: not dead.stats().alive)
+    assert not engines.stats().alive  # and the server says so
+    for _ in range(5):
+        request = request_of(prompts)
+        assert answered_right(request, engines.generate(request, MemorySource()).result(10).token_ids)
