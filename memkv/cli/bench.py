@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from memkv.cli.bench_load import load
+from memkv.cli.bench_load import load, shape_option
 from memkv.cli.log import log_warnings_to_stderr
 from memkv.cli.output import Output, output_options, table
 from memkv.cli.progress import steps
@@ -76,12 +76,7 @@ def kernel(device: str | None, out: Output) -> None:
 
 
 @bench.command()
-@click.option(
-    "--shape",
-    type=click.Choice(["llama-3.1-8b", "tiny"]),
-    default=None,
-    help="Random weights of this shape in the place of the model.",
-)
+@shape_option
 @click.option(
     "--rounds", type=click.IntRange(1, 99), default=None, help="Medians are of so many; 5, on a CPU 3."
 )

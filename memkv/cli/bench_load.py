@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from memkv.bench.load import LoadBench
 
 
-@click.command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
+shape_option = click.option(
     "--shape",
     type=click.Choice(["llama-3.1-8b", "tiny"]),
     default=None,
     help="Random weights of this shape in the place of the model.",
 )
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@shape_option
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),

@@ -69,6 +69,7 @@ def engine() -> str:
         f"is {written:.2f} GB/s of KV where a plain write of that disk gives {found['disk_write_gbs']:.2f}; "
         f"the bare model's pass over the same ids gives {found['forward_tokens_per_s']:,.0f}.",
         "",
+        *([found["stale_reason"], ""] if found["stale_reason"] else []),
     ]
     return "\n".join(lines)
 
