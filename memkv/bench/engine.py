@@ -5,7 +5,8 @@
                   question. Tier: where the chunks are before: on the device, in host memory, on disk (and in
                   nobody's page cache).
     decode        one token of each sequence of a batch, each with chunks of its own, beside the time to read
-                  weights and KV once, and beside transformers
+                  weights and KV once, and beside transformers, one batch by itself and by its continuous
+                  batching
     ingest        chunks computed, written and synced, beside transformers' pass over the same ids
 
 Ways of one measurement take turns; figures are medians.
@@ -96,6 +97,7 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     floor_ms: float
     peers_ms: dict[str, float]
+    peers_failed: dict[str, str]  # why there is no time of a peer
 
 
 class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,12 +249,15 @@ class _Bench:
         gc.collect()  # the engine's pool may be most of the device's memory
         tokens = sizes.batch_context + sizes.prefix + sizes.question + sizes.batch_tokens // 2
         num_bytes = self._peers.num_weight_bytes + batch * tokens * per_token
+        self._tell(f"decode, batch {batch}: transformers")
+        peers, failed = self._peers.decode_ms(batch, tokens, sizes.batch_tokens)
         return Decode(
             batch=batch,
             context=sizes.batch_context,
             ms=ms,
             floor_ms=num_bytes / read / 1e6,
-            peers_ms=self._peers.decode_ms(batch, tokens, sizes.batch_tokens),
+            peers_ms=peers,
+            peers_failed=failed,
         )
 
     def _decode_ms(self, batch: int) -> tuple[float, int]:

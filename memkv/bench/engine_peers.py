@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
+from memkv.bench import continuous_batching
 from memkv.bench.bandwidth import last_level_cache_bytes, machine_read_gbs
 from memkv.engine.residency import ChunkRef
 from memkv.kernels import cuda
@@ -23,6 +25,7 @@ from memkv.model.compilation import uncompiled
 from memkv.model.loader import LoadedModel
 
 _GPU_BYTES = 4 << 30
+_DECODE_STEPS = 16  # at most, that are measured
 
 
 class Transformers:
@@ -52,23 +55,22 @@ class Transformers:
         with self._own_attention():
             return 1e3 * self._seconds(work)
 
-    @torch.inference_mode()
-    def decode_ms(self, batch: int, context: int, steps: int) -> dict[str, float]:
-        """One token of each of `batch` sequences behind `context` random keys and values; {} without room."""
-        spec = self._spec
-        shape = (batch, spec.num_kv_heads, context, spec.head_dim)
-        try:
-            cache = DynamicCache()
-            for layer in range(spec.num_layers):
-                keys = torch.randn(shape, dtype=self._module.dtype, device=self._device)
-                cache.update(keys, torch.randn_like(keys), layer)
-            token = torch.zeros((batch, 1), dtype=torch.int64, device=self._device)
-            step = partial(self._step, token, cache)
-            with self._own_attention():
-                seconds = [self._seconds(step) for _ in range(min(steps, 16))]
-        except (torch.OutOfMemoryError, MemoryError):
-            return {}
-        return {"transformers": 1e3 * statistics.median(seconds)}
+    def decode_ms(self, batch: int, context: int, steps: int) -> tuple[dict[str, float], dict[str, str]]:
+        """One token of each of `batch` sequences behind `context` tokens, by each of its ways to decode.
+
+        Returns:
+            milliseconds, and why there are none where a way failed.
+        """
+        ways = {"transformers": self._generate_ms, "continuous_batching": self._continuous_batching_ms}
+        found: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for name, way in ways.items():
+            self._free_memory()
+            try:
+                found[name] = way(batch, context, min(steps, _DECODE_STEPS))
+            except Exception as error:  # noqa: BLE001  # a peer's failure is a finding
+                failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return found, failed
 
     @torch.inference_mode()
     def forward_seconds(self, chunks: Sequence[ChunkRef], batch: int) -> float:
@@ -83,6 +85,30 @@ class Transformers:
         with self._own_attention():
             return self._seconds(work)
 
+    @torch.inference_mode()
+    def _generate_ms(self, batch: int, context: int, steps: int) -> float:
+        """Behind random keys and values."""
+        spec = self._spec
+        shape = (batch, spec.num_kv_heads, context, spec.head_dim)
+        cache = DynamicCache()
+        for layer in range(spec.num_layers):
+            keys = torch.randn(shape, dtype=self._module.dtype, device=self._device)
+            cache.update(keys, torch.randn_like(keys), layer)
+        token = torch.zeros((batch, 1), dtype=torch.int64, device=self._device)
+        step = partial(self._step, token, cache)
+        with self._own_attention():
+            return 1e3 * statistics.median(self._seconds(step) for _ in range(steps))
+
+    def _continuous_batching_ms(self, batch: int, context: int, steps: int) -> float:
+        with self._own_attention(continuous_batching.paged_attention()):
+            return continuous_batching.token_ms(self._module, batch, context, steps, self._spec.vocab_size)
+
+    def _free_memory(self) -> None:
+        """Of what was measured before."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _step(self, token: Tensor, cache: DynamicCache) -> None:
         logits = self._module(token, past_key_values=cache, use_cache=True).logits
         logits[:, -1].argmax(dim=-1).tolist()
@@ -95,8 +121,8 @@ class Transformers:
         return time.perf_counter() - started
 
     @contextmanager
-    def _own_attention(self) -> Iterator[None]:
-        self._module.set_attn_implementation("sdpa")
+    def _own_attention(self, name: str = "sdpa") -> Iterator[None]:
+        self._module.set_attn_implementation(name)
         try:
             with uncompiled(self._model):
                 yield

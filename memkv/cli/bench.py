@@ -151,6 +151,9 @@ def _engine_text(found: EngineBench) -> str:
         )
         for row in found.decode
     ]
+    failed = [
+        f"batch {row.batch}, {name}: {why}" for row in found.decode for name, why in row.peers_failed.items()
+    ]
     rates = [
         ("the device reads its memory", f"{found.read_gbs:.1f} GB/s"),
         ("chunks from host memory", f"{found.host_load_gbs:.1f} GB/s"),
@@ -168,6 +171,7 @@ def _engine_text(found: EngineBench) -> str:
             table(columns, first),
             table(("context", "full prefill ms", "transformers ms"), full),
             table(("batch", "context", "token ms", "floor ms", *peers), decode),
+            *failed,
             table(("rate", "measured"), rates),
             f"{found.model}, {found.dtype}, KV in {found.kv_dtype}; {found.device}\n{versions}",
         )

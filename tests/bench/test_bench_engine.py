@@ -8,9 +8,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from memkv.bench import continuous_batching
 from memkv.bench.engine import CPU_SIZES, EngineBench, run_engine_bench
+from memkv.bench.engine_peers import Transformers
 from memkv.bench.random_model import random_model
 from memkv.cli import main
+from memkv.model.attention import ATTENTION_NAME
 
 SIZES = msgspec.structs.replace(
     CPU_SIZES,
@@ -61,12 +64,29 @@ def test_each_way_computes_what_its_name_says(found: EngineBench) -> None:
         assert (row.load_ms > 0.5) == (row.tier == "disk")
 
 
-def test_decode_stands_beside_its_floor_and_its_peer(found: EngineBench) -> None:
+def test_decode_stands_beside_its_floor_and_its_peers(found: EngineBench) -> None:
     assert [row.batch for row in found.decode] == [1, 3]
     for row in found.decode:
         assert row.ms > row.floor_ms > 0.0
-        assert row.peers_ms["transformers"] > row.floor_ms
+        assert row.peers_ms.keys() == {"transformers", "continuous_batching"} and row.peers_failed == {}
+        assert all(ms > row.floor_ms for ms in row.peers_ms.values())
     assert found.decode[1].floor_ms > found.decode[0].floor_ms
+
+
+def test_a_peer_that_fails_is_a_finding_and_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("tiny", "float32", "cpu")
+    monkeypatch.setattr(continuous_batching, "_MOST_SECONDS", 0.0)
+    found, failed = Transformers(model).decode_ms(2, 40, 3)
+    assert found.keys() == {"transformers"}
+    assert failed == {"continuous_batching": "TimeoutError: no answer within 0 seconds"}
+    assert model.module.config._attn_implementation == ATTENTION_NAME
+
+
+def test_a_step_of_continuous_batching_is_one_of_all_answers() -> None:
+    alone = [0.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.5, 9.0]
+    late = [2.9, 3.4, 3.9, 4.4, 8.9]
+    ended = [2.5, 2.9, 3.4, 3.9, 4.4]
+    assert continuous_batching._median_step([alone, late, ended]) == pytest.approx(0.5)
 
 
 def test_every_rate_was_measured(found: EngineBench) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+_PEERS = {"transformers": "transformers", "continuous_batching": "its continuous batching"}
 
 
 def engine() -> str:
@@ -49,19 +50,19 @@ def engine() -> str:
                 f"| {tier}, {row['context']:,} tokens | `{row['policy']}` | {_ms(row['ms'])} | "
                 f"{_ms(row['load_ms'])} | {rate} | {beside[tier]} |"
             )
+    peers = [name for name in _PEERS if any(name in row["peers_ms"] for row in found["decode"])]
     lines += [
         "",
         f"| answers at once, each behind {sizes['batch_context']:,} mapped tokens | a token of each | "
-        "weights and KV read once | transformers |",
-        "| --: | --: | --: | --: |",
+        f"weights and KV read once |{''.join(f' {_PEERS[name]} |' for name in peers)}",
+        f"| --: | --: | --: |{' --: |' * len(peers)}",
     ]
     for row in found["decode"]:
-        peer = row["peers_ms"].get("transformers")
-        times = (row["ms"], row["floor_ms"])
-        lines.append(
-            f"| {row['batch']} | {' | '.join(f'{value:.1f} ms' for value in times)} | "
-            f"{'' if peer is None else f'{peer:.0f} ms'} |"
-        )
+        times = (row["ms"], row["floor_ms"], *(row["peers_ms"].get(name) for name in peers))
+        lines.append(f"| {row['batch']} | {' | '.join('' if at is None else _ms(at) for at in times)} |")
+    for row in found["decode"]:
+        for name, why in row.get("peers_failed", {}).items():
+            lines += ["", f"{_PEERS[name]}, {row['batch']} at once: {why}"]
     written = found["ingest_tokens_per_s"] * _bytes_per_token(found) / 1e9
     lines += [
         "",
