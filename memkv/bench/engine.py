@@ -3,7 +3,7 @@
     first token   by context, policy and tier, from `generate` to the token on the host, beside a full prefill
                   by the same engine and by transformers; prompts are a prefix, chunks of random tokens, and a
                   question. Tier: where the chunks are before: on the device, in host memory, on disk (and in
-                  nobody's page cache).
+                  nobody's page cache). What overlaps on the way from there is kept as a timeline.
     decode        one token of each sequence of a batch, each with chunks of its own, beside the time to read
                   weights and KV once, and beside transformers, one batch by itself and by its continuous
                   batching
@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ import torch
 
 from memkv.bench.engine_peers import Transformers, read_gbs, upload_gbs
 from memkv.bench.engine_store import BenchStore
+from memkv.bench.timeline import Timeline, timeline_of, verify_share
 from memkv.config import EngineConfig
 from memkv.engine.engine import Engine
 from memkv.engine.environment import cpu_name, versions
@@ -110,12 +112,14 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     sizes: Sizes
     ttft: list[FirstToken]
+    timeline: list[Timeline]
     decode: list[Decode]
     read_gbs: float  # of the device's memory
     host_load_gbs: float  # chunks from host memory to the device
     host_link_gbs: float  # one large copy there
     disk_load_gbs: float  # chunks from disk, verified, to the device
     disk_read_gbs: float  # the same files by a plain parallel read
+    disk_verify_share: float  # of the seconds of those loads, those that verified what was read
     disk_write_gbs: float  # as many bytes as an ingest writes, synced, by a plain parallel write
     ingest_tokens_per_s: float
     forward_tokens_per_s: float
@@ -141,7 +145,8 @@ class _Bench:
         self._device = torch.device(model.device)
         self._peers = Transformers(model)
         self._prefix = ChunkRef("0" * 64, (), self._ids(sizes.prefix))
-        self._rates: dict[str, list[float]] = {"host": [], "disk": [], "plain": []}
+        self._rates: dict[str, list[float]] = {"host": [], "disk": [], "plain": [], "verify share": []}
+        self._timelines: list[Timeline] = []
 
     def run(self) -> EngineBench:
         with BenchStore(self._folder) as store:
@@ -161,12 +166,14 @@ class _Bench:
             versions=versions(),
             sizes=self._sizes,
             ttft=ttft,
+            timeline=self._timelines,
             decode=decode,
             read_gbs=read,
             host_load_gbs=_median(self._rates["host"]),
             host_link_gbs=upload_gbs(self._device),
             disk_load_gbs=_median(self._rates["disk"]),
             disk_read_gbs=_median(self._rates["plain"]),
+            disk_verify_share=_median(self._rates["verify share"]),
             disk_write_gbs=write,
             ingest_tokens_per_s=ingest,
             forward_tokens_per_s=forward,
@@ -198,6 +205,10 @@ class _Bench:
                         self._note_rates(engine, chunks, tier, result)
                 if number:
                     peer.append(self._peers.prefill_ms(self._request(chunks, "off").prompt_ids))
+            for policy, tier in ways:
+                if tier != "device" and policy.startswith("select"):
+                    self._tell(f"{context} tokens, timeline: {policy}, {tier}")
+                    self._timelines.append(self._timeline(engine, chunks, policy, tier))
         full = _median([result.timings.ttft_ms for result in found["off", "device"]])
         return [
             FirstToken(
@@ -216,12 +227,22 @@ class _Bench:
             for (policy, tier), results in found.items()
         ]
 
+    def _timeline(self, engine: Engine, chunks: list[ChunkRef], policy: str, tier: str) -> Timeline:
+        self._bring(engine, chunks, tier)
+        request = self._request(chunks, policy)
+        with engine.timeline() as events:
+            asked = time.monotonic()
+            result = engine.generate(request, self._store).result()
+        context = sum(ref.num_tokens for ref in chunks)
+        return timeline_of(events, self._store.loads, asked, result.timings, (context, policy, tier))
+
     def _bring(self, engine: Engine, chunks: list[ChunkRef], tier: str) -> None:
         """Puts the chunks where they are to be."""
         keys = [ref.input_key for ref in (self._prefix, *chunks)]
         if tier == "disk":
             engine.drop(keys)
             self._store.forget_pages()
+            self._store.loads.clear()
             return
         engine.generate(self._request(chunks, "map"), self._store).result()
         if tier == "host":
@@ -240,6 +261,7 @@ class _Bench:
         elif tier == "disk":
             num_bytes = sum(engine.layout(self._sizes.block_size).bytes_for(ref.num_tokens) for ref in chunks)
             self._rates["disk"].append(num_bytes / result.timings.load_ms / 1e6)
+            self._rates["verify share"].append(verify_share(self._store.loads))
             self._store.forget_pages()
             self._rates["plain"].append(self._store.read_gbs([ref.input_key for ref in chunks]))
 

@@ -13,7 +13,7 @@ from typing import Self
 from memkv.engine.residency import ChunkRef
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
-from memkv.store.chunk_store import PublishItem
+from memkv.store.chunk_store import LoadTimes, PublishItem
 from memkv.store.store import Store
 
 _FINGERPRINT = "0" * 64
@@ -22,10 +22,16 @@ _WRITERS = 4
 
 
 class BenchStore:
-    """Chunks of one layout in files of their own; a `KVSource`."""
+    """Chunks of one layout in files of their own; a `KVSource`.
+
+    Attributes:
+        loads: of all that was read so far.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self.loads: list[LoadTimes] = []
         self._store = Store.open(directory)
+        self._store.chunks.on_load = self.loads.append
         self._blocks = directory / "blocks"
         self._layout: KVLayout | None = None
 

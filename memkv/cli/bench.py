@@ -123,6 +123,8 @@ def _stages(row: FirstToken, width: int = 30) -> str:
 
 
 def _engine_text(found: EngineBench) -> str:
+    from memkv.bench.timeline import drawn
+
     first = [
         (
             row.context,
@@ -160,6 +162,7 @@ def _engine_text(found: EngineBench) -> str:
         ("one large copy from there", f"{found.host_link_gbs:.1f} GB/s"),
         ("chunks from disk, verified", f"{found.disk_load_gbs:.1f} GB/s"),
         ("a plain read of their files", f"{found.disk_read_gbs:.1f} GB/s"),
+        ("verification, of those loads", f"{found.disk_verify_share:.1%}"),
         ("a plain write, synced", f"{found.disk_write_gbs:.1f} GB/s"),
         ("ingest", f"{found.ingest_tokens_per_s:.0f} tokens/s"),
         ("transformers' forward pass", f"{found.forward_tokens_per_s:.0f} tokens/s"),
@@ -170,6 +173,7 @@ def _engine_text(found: EngineBench) -> str:
         (
             table(columns, first),
             table(("context", "full prefill ms", "transformers ms"), full),
+            *map(drawn, found.timeline),
             table(("batch", "context", "token ms", "floor ms", *peers), decode),
             *failed,
             table(("rate", "measured"), rates),

@@ -30,6 +30,7 @@ from memkv.engine.residency import ChunkRef, KVSource, Pin, Residency, ResidentC
 from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import LaneCounters
+from memkv.engine.timeline import Timeline
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import EngineClosed, MemKVError, ReuseUnavailable, ServiceUnavailableError
 from memkv.kv.chunk import ChunkKV
@@ -56,6 +57,7 @@ class Arrivals:
         agenda: Agenda,
         outbox: Outbox,
         counters: LaneCounters,
+        timeline: Timeline,
         *,
         fail: Callable[[Task, MemKVError], None],
         finish: Callable[[PrefillJob], None],
@@ -70,6 +72,7 @@ class Arrivals:
         self._agenda = agenda
         self._outbox = outbox
         self._counters = counters
+        self._timeline = timeline
         self._fail = fail
         self._finish = finish
         self._read_seconds = read_seconds
@@ -79,7 +82,7 @@ class Arrivals:
         self._forgotten: set[str] = set()  # while they were fetched
         self._fetching: dict[str, list[Callable[[], None]]] = {}  # into the host pool; what follows
         self.copies = Copies(
-            kv_cache, host_pool, residency, counters, arrived=self._ready, follow=self._follow
+            kv_cache, host_pool, residency, counters, timeline, arrived=self._ready, follow=self._follow
         )
 
     def expect(self, task: Task, pin: Pin) -> None:
@@ -195,7 +198,7 @@ class Arrivals:
             return
 
         def done(outcome: ReadOutcome) -> None:
-            held = self._host_pool.put(chunk.ref, outcome) if isinstance(outcome, ChunkKV) else None
+            held = self._put(chunk.ref, outcome)
             loaded = partial(self._loaded, chunk, reader, outcome, held)
             with suppress(EngineClosed):  # nobody waits for it any more
                 self._agenda.post(Work(loaded, partial(self._scheduler.waiters, chunk)))
@@ -207,11 +210,21 @@ class Arrivals:
         self._fetching[ref.input_key] = []
 
         def done(outcome: ReadOutcome) -> None:
-            held = self._host_pool.put(ref, outcome) if isinstance(outcome, ChunkKV) else None
+            held = self._put(ref, outcome)
             with suppress(EngineClosed):
                 self._agenda.post(Work(partial(self._fetched, ref, held), lambda: ()))
 
         self._loader.read(ref, source, done)
+
+    def _put(self, ref: ChunkRef, outcome: ReadOutcome) -> HostChunk | None:
+        """In a loader's thread: into the host pool what was read."""
+        if not isinstance(outcome, ChunkKV):
+            return None
+        started = time.monotonic()
+        held = self._host_pool.put(ref, outcome)
+        if held is not None and self._timeline.is_on:
+            self._timeline.note("to the host pool", started)
+        return held
 
     def _keep_on_host(self, ref: ChunkRef, kv: ChunkKV, *, asked_for: bool) -> None:
         """Puts a chunk that was computed into the host pool."""

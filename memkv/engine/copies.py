@@ -16,6 +16,7 @@ from memkv.engine.kv_cache import KVCache
 from memkv.engine.residency import Pin, Residency, ResidentChunk
 from memkv.engine.stats import LaneCounters
 from memkv.engine.stopwatch import Stopwatch
+from memkv.engine.timeline import Timeline
 from memkv.kv.chunk import ChunkKV
 
 
@@ -45,6 +46,7 @@ class Copies:
         host_pool: HostPool,
         residency: Residency,
         counters: LaneCounters,
+        timeline: Timeline,
         *,
         arrived: Callable[[ResidentChunk, ChunkKV | None], None],
         follow: Callable[[ResidentChunk, Callable[[], None]], None],
@@ -53,6 +55,7 @@ class Copies:
         self._host_pool = host_pool
         self._residency = residency
         self._counters = counters
+        self._timeline = timeline
         self._arrived = arrived
         self._follow = follow
         self._under_way: deque[_Copy] = deque()
@@ -66,6 +69,7 @@ class Copies:
         else:
             assert kv is not None
             watch = self._kv_cache.import_chunk(kv, chunk.blocks)
+        self._timeline.watch("to the device", watch)
         copy = _Copy(chunk, self._residency.hold(chunk), watch, kv, held, chunk.dropped)
         if watch.is_over and not self._under_way:
             self._end(copy)

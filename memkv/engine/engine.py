@@ -7,7 +7,8 @@ loader threads: chunk read      ──►            │ settle, step    │
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -27,6 +28,7 @@ from memkv.engine.residency import ChunkRef, KVSource
 from memkv.engine.scheduler import Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import EngineStats
+from memkv.engine.timeline import Event
 from memkv.errors import ConfigError
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
@@ -224,6 +226,27 @@ class Engine:
         """Takes chunks off the device; they stay in host memory, where they are there too."""
         keys = tuple(input_keys)
         self._on_lanes(lambda lane: lane.residency.drop(keys))
+
+    @contextmanager
+    def timeline(self) -> Iterator[list[Event]]:
+        """What an idle engine does meanwhile: the list is filled at the end, in order of beginning.
+
+        Lanes that are made meanwhile are left out.
+        """
+        lanes: list[Lane] = []
+
+        def start() -> None:
+            lanes.extend(self._thread.lanes.values())
+            for lane in lanes:
+                lane.start_timeline()
+
+        found: list[Event] = []
+        self._thread.run(start)
+        try:
+            yield found
+        finally:
+            events = self._thread.run(lambda: [event for lane in lanes for event in lane.stop_timeline()])
+            found.extend(sorted(events, key=lambda event: event.start))
 
     def stats(self) -> EngineStats:
         """Without waiting for a step."""

@@ -21,6 +21,7 @@ from memkv.engine.scheduler import Scheduler, Task
 from memkv.engine.sequence import Sequence
 from memkv.engine.stats import LaneStats
 from memkv.engine.steps import Steps
+from memkv.engine.timeline import Event
 from memkv.engine.work import Agenda, Outbox, Work
 from memkv.errors import MemKVError, Overloaded
 from memkv.kv.block_pool import BlockPool
@@ -76,6 +77,7 @@ class Lane:
             agenda,
             outbox,
             self.steps.counters,
+            self.steps.timeline,
             fail=self.fail,
             finish=self._finish_job,
             read_seconds=config.queue_seconds,
@@ -199,6 +201,13 @@ class Lane:
         """Whether anybody waits for an answer, running or not."""
         scheduler = self.scheduler
         return bool(scheduler.running or scheduler.loading or scheduler.waiting)
+
+    def start_timeline(self) -> None:
+        """Nothing may be under way."""
+        self.steps.timeline.start(self.kv_cache.device)
+
+    def stop_timeline(self) -> list[Event]:
+        return self.steps.timeline.stop()
 
     def stats(self) -> LaneStats:
         return LaneStats(

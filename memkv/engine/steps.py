@@ -31,6 +31,7 @@ from memkv.engine.sequence import Sequence
 from memkv.engine.staging import to_device, to_host
 from memkv.engine.stats import LaneCounters
 from memkv.engine.stopwatch import Stopwatch
+from memkv.engine.timeline import Timeline
 from memkv.engine.token_run import TokenRun
 from memkv.engine.work import Agenda, Work
 from memkv.errors import ModelError
@@ -61,6 +62,7 @@ class Steps:
         choose: Callable[[Sequence], None],
     ) -> None:
         self.counters = LaneCounters()
+        self.timeline = Timeline()
         self.pace = Pace()  # of chunks
         self.prompt_pace = Pace(_LEAST_PROMPT_TOKENS)
         self._runner = runner
@@ -75,6 +77,7 @@ class Steps:
     def generate(self, parts: list[Part[Sequence]]) -> None:
         """Submits a step of generations."""
         num_prompt = sum(part.count for part in parts if not part.owner.is_answering)
+        looks = any(part.look is not None for part in parts)
         batch = Batch.build(parts)
         watch = Stopwatch(self._runner.device)
         result = self._runner.run(batch, self._kv_cache)
@@ -100,6 +103,7 @@ class Steps:
             assert result.logits is not None
             self._sample(done, result.logits)
         watch.stop()
+        self.timeline.watch("looking pass" if looks else "fresh pass" if num_prompt else "token", watch)
         if num_prompt >= _LEAST_PROMPT_TOKENS:
             self._watch(self.prompt_pace, num_prompt, watch)
 

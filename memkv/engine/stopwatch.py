@@ -38,6 +38,15 @@ class Stopwatch:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
+    def span(self, origin: Stopwatch) -> tuple[float, float]:
+        """When it began and ended, in seconds from the making of another one. Waits for the device."""
+        if not self._events:
+            began = origin._times[0]
+            return self._times[0] - began, self._times[1] - began
+        self._events[-1].synchronize()
+        begin, end = (float(origin._events[0].elapsed_time(event)) / 1e3 for event in self._events)
+        return begin, end
+
     def _note(self) -> None:
         if self._stream is None:
             self._times.append(time.monotonic())

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,9 +101,17 @@ def file_digest(parts: Sequence[bytes | bytearray | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def read_block_file(path: Path, identity: BlockFileIdentity, expected_digest: str) -> ChunkKV | Damage:
-    """The KV in a file, every byte verified before any is returned. Never raises for what the file holds."""
+def read_block_file(
+    path: Path, identity: BlockFileIdentity, expected_digest: str, on_bytes: Callable[[], None] | None = None
+) -> ChunkKV | Damage:
+    """The KV in a file, every byte verified before any is returned. Never raises for what the file holds.
+
+    Args:
+        on_bytes: called when they are in memory and still to be verified.
+    """
     data = read_file(path, size=identity.file_bytes)
+    if on_bytes is not None:
+        on_bytes()
     return data if isinstance(data, Damage) else decode_block_file(data, identity, expected_digest)
 
 

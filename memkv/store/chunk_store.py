@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import stat
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from memkv.errors import MemKVError, ServiceUnavailableError
 from memkv.kv.chunk import ChunkKV
@@ -77,12 +79,25 @@ class _Draft:
     path: Path
 
 
+class LoadTimes(NamedTuple):
+    """In seconds of `time.monotonic`: when a load began, had its bytes, and had verified them."""
+
+    began: float
+    read: float
+    verified: float
+
+
 class ChunkStore:
-    """Thread-safe. Its directories must exist (`Store.open` makes them)."""
+    """Thread-safe. Its directories must exist (`Store.open` makes them).
+
+    Attributes:
+        on_load: for measurements: told of each load, in the thread that made it.
+    """
 
     def __init__(self, data_dir: Path, catalog: Catalog, caps: Caps = NO_CAPS) -> None:
         self._directory = BlockDirectory(data_dir)
         self.quota = Quota(catalog, caps)
+        self.on_load: Callable[[LoadTimes], None] | None = None
         self._catalog = catalog
         self._names = threading.Lock()  # rows and final names change together under it
         self._counting = threading.Lock()
@@ -139,7 +154,7 @@ class ChunkStore:
         if row is None:
             self._count(misses=1)
             return None
-        found = read_block_file(self._directory.path(row), identity, row.file_digest)
+        found = self._read(row, identity)
         if isinstance(found, Damage):
             found = self._look_again(tenant, identity, found)
         if isinstance(found, Damage):
@@ -321,7 +336,17 @@ class ChunkStore:
         # From here on a failure leaves files that no row names: whether the commit took place is unknown.
         return self._catalog.register_files([draft.row for draft in new])
 
-    # healing
+    # reading and healing
+
+    def _read(self, row: KVFileRow, identity: BlockFileIdentity) -> ChunkKV | Damage:
+        path = self._directory.path(row)
+        if self.on_load is None:
+            return read_block_file(path, identity, row.file_digest)
+        read: list[float] = []
+        began = time.monotonic()
+        found = read_block_file(path, identity, row.file_digest, lambda: read.append(time.monotonic()))
+        self.on_load(LoadTimes(began, read[0], time.monotonic()))
+        return found
 
     def _look_again(self, tenant: str, identity: BlockFileIdentity, first: Damage) -> ChunkKV | Damage:
         """Under the lock: another thread may have healed or reclaimed the key; else it is discarded here."""

@@ -64,6 +64,21 @@ def test_each_way_computes_what_its_name_says(found: EngineBench) -> None:
         assert (row.load_ms > 0.5) == (row.tier == "disk")
 
 
+def test_what_is_loaded_first_is_on_a_timeline(found: EngineBench) -> None:
+    far = [row for row in found.ttft if row.tier != "device" and row.policy == "select:0.1"]
+    assert [(each.context, each.policy, each.tier) for each in found.timeline] == [
+        (row.context, row.policy, row.tier) for row in far
+    ]
+    for timeline in found.timeline:
+        loads = ["read", "verified", "to the host pool"] if timeline.tier == "disk" else []
+        names = list(dict.fromkeys(span.what for span in timeline.events))
+        assert names == ["queued", *loads, "to the device", "looking pass", "fresh pass"]
+        starts = {name: min(each.start_ms for each in timeline.events if each.what == name) for name in names}
+        assert list(starts.values()) == sorted(starts.values()), "each thing needs the one before it"
+        assert all(0.0 <= each.start_ms <= each.end_ms <= timeline.ms + 1.0 for each in timeline.events)
+    assert 0.0 < found.disk_verify_share < 1.0
+
+
 def test_decode_stands_beside_its_floor_and_its_peers(found: EngineBench) -> None:
     assert [row.batch for row in found.decode] == [1, 3]
     for row in found.decode:
@@ -110,4 +125,4 @@ def test_the_command_prints_it(found: EngineBench, monkeypatch: pytest.MonkeyPat
     if form == "json":
         assert msgspec.json.decode(result.stdout.encode(), type=EngineBench) == found
     else:
-        assert "select:0.1" in result.output and "transformers ms" in result.output
+        assert "over 200 tokens from disk" in result.output and "transformers ms" in result.output

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from memkv.bench.timeline import Timeline, drawn
+
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 _PEERS = {"transformers": "transformers", "continuous_batching": "its continuous batching"}
 
@@ -50,6 +54,14 @@ def engine() -> str:
                 f"| {tier}, {row['context']:,} tokens | `{row['policy']}` | {_ms(row['ms'])} | "
                 f"{_ms(row['load_ms'])} | {rate} | {beside[tier]} |"
             )
+    if "disk_verify_share" in found:
+        lines += [
+            "",
+            f"Verification took {found['disk_verify_share']:.1%} of the time of the loads from disk; what "
+            "comes from host memory was verified on its way there.",
+        ]
+    for timeline in found.get("timeline", []):
+        lines += ["", "```text", drawn(msgspec.convert(timeline, Timeline)), "```"]
     peers = [name for name in _PEERS if any(name in row["peers_ms"] for row in found["decode"])]
     lines += [
         "",

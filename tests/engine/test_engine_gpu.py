@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -164,6 +165,26 @@ def test_chunks_that_come_from_host_memory_while_others_answer_are_the_same(
         assert engine.stats().lanes[0].counters.host_loaded_bytes > loaded
     answering.result(120)
     engine.check_integrity()
+
+
+def test_a_timeline_counts_a_gpus_copies_and_passes_from_the_request(
+    model: LoadedModel, engine: Engine
+) -> None:
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=7), MemorySource()
+    request = replace(requests_of(prompts, 1)[0], policy=Select(0.4), sampling=Sampling(max_tokens=1))
+    engine.generate(request, source).result(120)
+    engine.evict([ref.input_key for ref in request.chunks])
+    with engine.timeline() as events:
+        asked = time.monotonic()
+        ttft = engine.generate(request, source).result(120).timings.ttft_ms / 1e3
+    copies, *passes = (
+        [event for event in events if event.what == what]
+        for what in ("to the device", "looking pass", "fresh pass")
+    )
+    assert len(copies) == 4 and [len(each) for each in passes] == [1, 1]
+    times = [max(event.end for event in copies), *(time for (event,) in passes for time in event[1:])]
+    assert times == sorted(times), "each needs the one before it"
+    assert all(asked - 1e-3 <= each.start <= each.end <= asked + ttft + 1e-3 for each in events)
 
 
 def test_decode_of_many_over_the_same_chunk_is_read_together(engine: Engine) -> None:
