@@ -1,12 +1,14 @@
 """The fault campaign, figure by figure: `python tests/faults/campaign.py [FIGURE ...]`, or `make faults`.
 
 Results are kept in results.json beside this file; a figure that has one is skipped unless --again says so.
---scale 0.1 makes a tenth of the repetitions; what was made is what the result says.
+--scale 0.1 makes a tenth of the repetitions; what was made is what the result says. Several campaigns, of
+different figures, may run at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import json
 import sys
@@ -101,6 +103,29 @@ def run_figure(name: str, place: Place, scale: float) -> dict[str, Any]:
     }
 
 
+def kept_results() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return found
+
+
+def keep(found: dict[str, Any]) -> None:
+    """In the place of the last result of its figure; other processes may keep others at the same time."""
+    order = list(FIGURES)
+    with (HERE.parents[1] / "build" / "results.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [each for each in kept_results() if not _is_of(each, found["figure"], found["database"])]
+        results = sorted(
+            [*others, found], key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE)
+        )
+        fresh = RESULTS.with_suffix(".new")
+        fresh.write_text(json.dumps(results, indent=1) + "\n")
+        fresh.rename(RESULTS)
+
+
+def _is_of(result: dict[str, Any], figure: str, database: str) -> bool:
+    return (result["figure"], result["database"]) == (figure, database)
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "| figure | database | runs | violations | control detected | seconds |",
@@ -124,18 +149,14 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full repetitions")
     parser.add_argument("--again", action="store_true", help="figures that have a result, too")
     asked = parser.parse_args()
-    results: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     with ExitStack() as opened:
-        results = _run_all(
-            asked, results, functools.cache(lambda name: opened.enter_context(Place(name, postgres)))
-        )
+        _run_all(asked, functools.cache(lambda name: opened.enter_context(Place(name, postgres))))
+    results = kept_results()
     print(table(results))
     return int(any(each.get("violations") or not each.get("control_detected", True) for each in results))
 
 
-def _run_all(
-    asked: argparse.Namespace, results: list[dict[str, Any]], place_for: Callable[[str], Place]
-) -> list[dict[str, Any]]:
+def _run_all(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> None:
     """The figures that are asked for; each result is kept at once."""
     for name in FIGURES:
         if asked.figures and not any(name.startswith(wanted) for wanted in asked.figures):
@@ -143,17 +164,12 @@ def _run_all(
         for database in (SQLITE, POSTGRESQL):
             if asked.database not in (None, database):
                 continue
-            known = [each for each in results if (each["figure"], each["database"]) == (name, database)]
-            if known and not asked.again:
+            if not asked.again and any(_is_of(each, name, database) for each in kept_results()):
                 continue
             print(f"{name}, {database} ...", flush=True)
             found = run_figure(name, place_for(database), asked.scale)
-            results = [each for each in results if each not in known] + [found]
-            order = list(FIGURES)
-            results.sort(key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE))
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            keep(found)
             print(json.dumps(found), flush=True)
-    return results
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from fault_closed import CLOSED, check_backup, keep_as_killed, leave_as_killed, upgrade
 from fault_journal import Journal, State, possible_states
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
+from fault_process import kill_at
 
 from memkv.engine.residency import ChunkRef
 from memkv.errors import DocumentNotFound, MemKVError
@@ -32,12 +33,19 @@ NAME = "c"
 _PATIENCE = 30.0  # seconds for what goes on by itself
 
 
-def live(data_dir: str, url: str | None, journal: str, piece: str, round_: int) -> None:
-    """Opens the memory, lives one piece of `PIECES` and closes it; one of `CLOSED` is lived without."""
+def live(data_dir: str, url: str | None, journal: str, piece: str, round_: int, at: int = 0) -> None:
+    """Opens the memory, lives one piece of `PIECES` and closes it; one of `CLOSED` is lived without.
+
+    SIGKILL comes at the call `at` of the piece. The calls of an opening are those of the piece `start`.
+    """
+    if piece not in LIVED_ON:
+        kill_at(at)
     if piece in CLOSED:
         CLOSED[piece](Path(data_dir), url, Journal(journal), brought(round_))
         return
     with fake_models(), Memory.open(fault_config(data_dir, url)) as memory:
+        if piece in LIVED_ON:
+            kill_at(at)
         PIECES[piece](memory, Journal(journal), round_)
 
 
@@ -223,8 +231,16 @@ PIECES: dict[str, Callable[[Memory, Journal, int], None]] = {
     "start": _start,
 }
 
-
+_CALLS = {  # that change something, about as many as there are on SQLite
+    "ingest": 370, "delete": 110, "gc": 30, "evict": 40, "reprefill": 180, "heal": 120, "start": 60,
+}  # fmt: skip
+LIVED_ON = tuple(piece for piece in PIECES if piece != "start")  # those that an open memory can go on with
 DAMAGED = ("heal", "repair", "purge")  # those that begin with damaged files
+
+
+def calls(url: str | None, piece: str) -> int:
+    """About as many as there are in it to be killed at; each message to a PostgreSQL server is one."""
+    return _CALLS[piece] * (1 if url is None else 2)
 
 
 # The check
@@ -232,10 +248,11 @@ DAMAGED = ("heal", "repair", "purge")  # those that begin with damaged files
 
 def check(
     data_dir: str, url: str | None, journal: str, result: str, then: str | None = None, round_: int = 0,
-    damaged: bool = False, downgraded: bool = False, unharmed: bool = False,
+    at: int = 0, damaged: bool = False, downgraded: bool = False, unharmed: bool = False,
 ) -> None:  # fmt: skip
     """Opens the store as a new process would; prepares for the piece `then` afterwards.
 
+    `at`: goes on to live that piece, one of `LIVED_ON`, and is killed at that call of it.
     `damaged`: files were damaged on purpose, so that some are still found so; `downgraded`: the schema may be
     an older one, and is upgraded before; `unharmed`: nobody took files away, so that each row has its own.
 
@@ -256,11 +273,19 @@ def check(
                 found += _check_open(memory, possible_states(journal), damaged)
                 if then is not None:
                     _prepare_open(memory, Journal(journal), then, round_)
-    leftover = os.listdir(Path(data_dir) / "tmp")
-    found += [f"left in tmp: {leftover}"] if leftover else []
-    Path(result).write_text(json.dumps(found))
+                if then is not None and at:
+                    Path(result).write_text(json.dumps(found + _left_behind(data_dir)))
+                    kill_at(at)
+                    PIECES[then](memory, Journal(journal), round_)
+                    return
+    Path(result).write_text(json.dumps(found + _left_behind(data_dir)))
     if then is not None:
         _prepare_closed(Path(data_dir), then)
+
+
+def _left_behind(data_dir: str) -> list[str]:
+    leftover = os.listdir(Path(data_dir) / "tmp")
+    return [f"left in tmp: {leftover}"] if leftover else []
 
 
 def _check_open(memory: Memory, states: dict[str, set[State]], damaged: bool) -> list[str]:

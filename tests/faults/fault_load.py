@@ -16,7 +16,7 @@ from fault_journal import Journal
 from fault_life import NAME
 from fault_model import document_text, notes_of, question_for
 from fault_place import Stage
-from fault_process import Child, Fault
+from fault_process import Child
 
 from memkv.errors import APIConnectionError, DocumentNotFound, MemKVError, NotFoundError
 from memkv.sdk import MemKV
@@ -35,13 +35,13 @@ class Served:
         return MemKV(self.url, timeout=timeout, max_retries=0)
 
 
-def serve(stage: Stage, fault: Fault = Fault(), weakness: str = "", /, **changes: Any) -> Served:  # noqa: B008
+def serve(stage: Stage, weakness: str = "", /, **changes: Any) -> Served:
     """Starts a server on the stage's store. Raises AssertionError where it ends instead."""
     started = stage.directory / "started"
     started.unlink(missing_ok=True)
     begun = time.monotonic()
     child = stage.nursery.start(
-        "fault_server:serve", fault, weakness,
+        "fault_server:serve", weakness,
         data_dir=str(stage.data_dir), url=stage.url, started=str(started), **changes,
     )  # fmt: skip
     while not started.exists():

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fault_process import NO_FAULT, Nursery
+from fault_process import SIGKILLED, Nursery
 from postgres_server import PostgresServer
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
@@ -75,6 +75,17 @@ class Place:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Attributes:
+    found: violations.
+    killed: whether the process was, in what it did after the check.
+    """
+
+    found: list[str]
+    killed: bool
+
+
 @dataclass(slots=True)
 class Stage:
     """One store under test, its journal beside it."""
@@ -96,25 +107,29 @@ class Stage:
         """Of the functions in `fault_life`."""
         return {"data_dir": str(self.data_dir), "url": self.url, "journal": str(self.journal)}
 
-    def check(
-        self, then: str | None = None, round_: int = 0, weakness: str = "", *, damaged: bool = False,
-        downgraded: bool = False, unharmed: bool = False,
-    ) -> list[str]:  # fmt: skip
+    def check(self, then: str | None = None, round_: int = 0, weakness: str = "", **how: bool) -> list[str]:
         """The violations that `fault_life.check` finds; it prepares for the piece `then` afterwards."""
+        return self.check_and_live(then, round_, 0, weakness, **how).found
+
+    def check_and_live(
+        self, then: str | None, round_: int, at: int, weakness: str = "", *, damaged: bool = False,
+        downgraded: bool = False, unharmed: bool = False,
+    ) -> Checked:  # fmt: skip
+        """Goes on with that piece in the same process, which is killed at its call `at`."""
         result = self.directory / "result"
         result.unlink(missing_ok=True)
         status = self.nursery.run(
-            "fault_life:check", NO_FAULT, weakness,
-            **self.arguments, result=str(result), then=then, round_=round_, damaged=damaged,
+            "fault_life:check", weakness,
+            **self.arguments, result=str(result), then=then, round_=round_, at=at, damaged=damaged,
             downgraded=downgraded, unharmed=unharmed,
         )  # fmt: skip
         if result.exists():
             found: list[str] = json.loads(result.read_text())
         else:
             found = []
-        if status != 0:
+        if status not in (0, SIGKILLED if at else 0):
             found.append(f"the check failed: {self.nursery.last_words(600)}")
-        return found
+        return Checked(found, status == SIGKILLED)
 
     def prepare(self, piece: str, round_: int) -> None:
         status = self.nursery.run("fault_life:prepare", **self.arguments, piece=piece, round_=round_)

@@ -7,6 +7,7 @@ of JSON on its standard input and output.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,18 +32,6 @@ _MODULES = (  # what children run, and what that takes long to import
     "figure_migrations",
     "memkv.api.serve",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens at the `at`-th call that changes something: SIGKILL, or that call fails with `error`."""
-
-    at: int = 0  # never
-    error: int = 0
-    syncs: bool = False  # of fsync and fdatasync alone
-
-
-NO_FAULT = Fault()
 
 
 def build_shim() -> Path:
@@ -78,7 +66,7 @@ class Child:
                 self.kill()
                 raise TimeoutError(f"process {self.pid} hung; see {self.log}")
             time.sleep(pause)
-            pause = min(0.05, pause * 1.5)
+            pause = min(0.01, pause * 1.5)
         self._nursery.forget(self)
         return status
 
@@ -110,13 +98,12 @@ class Nursery:
         reply: dict[str, Any] = json.loads(self._process.stdout.readline())
         return reply
 
-    def start(self, function: str, fault: Fault = NO_FAULT, weakness: str = "", /, **arguments: Any) -> Child:
+    def start(self, function: str, weakness: str = "", /, **arguments: Any) -> Child:
         """Runs "module:function" with `arguments` in a child; `weakness` names a protection to switch off."""
         reply = self.ask(
             {
                 "function": function,
                 "arguments": arguments,
-                "fault": [fault.at, fault.error, int(fault.syncs)],
                 "weakness": weakness,
                 "log": str(self._log),
             }
@@ -124,8 +111,8 @@ class Nursery:
         self._children.append(Child(self, reply["pid"], self._log))
         return self._children[-1]
 
-    def run(self, function: str, fault: Fault = NO_FAULT, weakness: str = "", /, **arguments: Any) -> int:
-        return self.start(function, fault, weakness, **arguments).wait()
+    def run(self, function: str, weakness: str = "", /, **arguments: Any) -> int:
+        return self.start(function, weakness, **arguments).wait()
 
     def forget(self, child: Child) -> None:
         """It has ended."""
@@ -148,6 +135,11 @@ class Nursery:
         self._process.wait(30)
 
 
+def kill_at(call: int) -> None:
+    """This process gets SIGKILL at its `call`-th call from here on that changes something; 0: never."""
+    shim().fault_arm(call, 0, 0)
+
+
 def shim() -> Any:
     """The preloaded shim of this process."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -168,7 +160,6 @@ def _run_child(request: dict[str, Any]) -> int:
         module, _, name = request["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
         fault_weaknesses.switch_off(request["weakness"])
-        shim().fault_arm(*request["fault"])
         function(**request["arguments"])
     except BaseException:  # noqa: BLE001  # the top of a process
         traceback.print_exc()
@@ -181,6 +172,8 @@ def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
     importlib.import_module("fault_model").text_tokenizer()
+    gc.collect()
+    gc.freeze()  # a child that looks through all this for garbage copies every page of it: half its time
     requests, replies = sys.stdin, os.fdopen(os.dup(1), "w")
     statuses: dict[int, int] = {}
     for line in requests:

@@ -10,7 +10,6 @@ from pathlib import Path
 from fault_life import NAME, replace_bytes
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
 from fault_place import Outcome, Place, Stage
-from fault_process import Fault
 
 from memkv.memory import Memory
 from memkv.store.rows import KVFileRow
@@ -54,7 +53,7 @@ def damaged_indexes(place: Place, *, files: int = 1_000) -> Outcome:
 def _in_child(stage: Stage, what: str, weakness: str, counts: dict[str, int]) -> dict:  # type: ignore[type-arg]
     result = stage.directory / "result"
     child = stage.nursery.start(
-        f"figure_damage:{what}", Fault(), weakness,
+        f"figure_damage:{what}", weakness,
         data_dir=str(stage.data_dir), url=stage.url, result=str(result), counts=counts,
     )  # fmt: skip
     status = child.wait(3600)

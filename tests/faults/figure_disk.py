@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fault_journal import Journal
-from fault_life import NAME, check_answer, put
+from fault_life import NAME, calls, check_answer, put
 from fault_model import document_text, fake_models, fault_config
 from fault_place import SQLITE, Outcome, Place, Stage, Unavailable
-from fault_process import SIGKILLED, Fault
+from fault_process import SIGKILLED
 from small_disk import resize, used
 
 from memkv.errors import InsufficientStorageError, MemKVError
@@ -25,8 +25,6 @@ from memkv.wire import CollectionCreate, DocumentCreate, StoreGC
 
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _NO_FLUSH = 2
-_CALLS = {"ingest": 140, "delete": 40, "gc": 40}  # about as many as change something on SQLite
-_POSTGRES_CALLS = 5  # times as many: each message to the server is one
 
 
 def full_disk(place: Place, *, sizes: int = 200, step: int = 4096) -> Outcome:
@@ -44,7 +42,7 @@ def full_disk(place: Place, *, sizes: int = 200, step: int = 4096) -> Outcome:
 def _fill(stage: Stage, weakness: str, sizes: int, step: int) -> dict:  # type: ignore[type-arg]
     result = stage.directory / "result"
     child = stage.nursery.start(
-        "figure_disk:ingest_on_full_disk", Fault(), weakness,
+        "figure_disk:ingest_on_full_disk", weakness,
         disk=str(stage.directory / "disk"), url=stage.url, result=str(result), sizes=sizes, step=step,
     )  # fmt: skip
     status = child.wait(1800)
@@ -154,13 +152,12 @@ def _cut(stage: Stage, image: Path, weakness: str, cuts: int) -> list[str]:
     chance = random.Random(3)
     arguments = {**stage.arguments, "data_dir": str(disk / "data")}
     result = stage.directory / "result"
-    stage.nursery.run("fault_life:prepare", Fault(), weakness, **arguments, piece="gc", round_=0)
+    stage.nursery.run("fault_life:prepare", weakness, **arguments, piece="gc", round_=0)
     os.sync()
     for cut in range(cuts):
         piece = chance.choice(("ingest", "ingest", "ingest", "delete", "gc"))
-        calls = _CALLS[piece] * (1 if stage.url is None else _POSTGRES_CALLS)
-        fault = Fault(chance.randrange(1, calls))
-        status = stage.nursery.run("fault_life:live", fault, weakness, **arguments, piece=piece, round_=cut)
+        at = chance.randrange(1, calls(stage.url, piece))
+        status = stage.nursery.run("fault_life:live", weakness, **arguments, piece=piece, round_=cut, at=at)
         if status not in (0, SIGKILLED):
             violations.append(f"cut {cut}: {piece} ended with {status}: {stage.nursery.last_words(300)}")
         _power_off(disk)
@@ -168,13 +165,13 @@ def _cut(stage: Stage, image: Path, weakness: str, cuts: int) -> list[str]:
         assert _mount(image, disk)
         result.unlink(missing_ok=True)
         status = stage.nursery.run(
-            "fault_life:check", Fault(), "",
+            "fault_life:check", "",
             **arguments, result=str(result), then="gc", round_=cut + 1, unharmed=True,
         )  # fmt: skip
         found = json.loads(result.read_text()) if result.exists() else ["the check failed"]
         if status != 0 and not found:
             found = [f"the check ended with {status}: {stage.nursery.last_words(300)}"]
-        violations += [f"cut {cut} ({piece}, call {fault.at}): {each}" for each in found]
+        violations += [f"cut {cut} ({piece}, call {at}): {each}" for each in found]
         if violations and (weakness or len(violations) > 10):
             break
     return violations

@@ -21,7 +21,6 @@ from fault_model import (
     question_for,
 )
 from fault_place import Outcome, Place, Stage
-from fault_process import Fault
 
 from memkv.errors import FingerprintMismatch
 from memkv.kv.fingerprint import Fingerprint
@@ -50,7 +49,7 @@ def _run(stage: Stage, name: str, weakness: str, questions: int) -> list[str]:
     result = stage.directory / "result"
     result.unlink(missing_ok=True)
     status = stage.nursery.run(
-        "figure_fingerprint:change", Fault(), weakness,
+        "figure_fingerprint:change", weakness,
         data_dir=str(stage.directory / f"data-{name}"), url=None, result=str(result), field=name,
         questions=questions,
     )  # fmt: skip

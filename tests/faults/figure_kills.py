@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from fault_closed import CLOSED
-from fault_life import DAMAGED, PIECES
+from fault_life import DAMAGED, LIVED_ON, PIECES
 from fault_place import SQLITE, Outcome, Place, Stage, Unavailable
-from fault_process import SIGKILLED, Fault
+from fault_process import SIGKILLED
 
 _CONTROLS = {  # protection off -> the piece that must notice
     "rows_before_files": "ingest",
@@ -38,33 +40,36 @@ def kill_closed(place: Place, *, stride: int = 1) -> Outcome:
 
 def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) -> int:
     """Kills later and later until the piece comes to its end; every kill meets what the last one left."""
-    killed = 0
     stage.prepare(piece, 0)
-    at = 1
-    while True:
-        status = stage.nursery.run(
-            "fault_life:live", Fault(at), **stage.arguments, piece=piece, round_=killed
-        )  # fmt: skip
-        if status not in (0, SIGKILLED):
-            violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
-        found = stage.check(
-            then=piece, round_=killed + 1, damaged=piece in DAMAGED,
-            downgraded=piece == "downgrade", unharmed=piece != "start",
-        )  # fmt: skip
-        violations += [f"{piece}, call {at}: {each}" for each in found]
-        if status != SIGKILLED or len(violations) > 20:
+    how = {"damaged": piece in DAMAGED, "downgraded": piece == "downgrade", "unharmed": piece != "start"}
+    for killed in itertools.count():
+        at = 1 + killed * stride
+        if piece in LIVED_ON:  # one process checks what the last kill left and meets the next one
+            checked = stage.check_and_live(piece, killed, at, **how)
+            violations += [f"{piece}, before call {at}: {each}" for each in checked.found]
+            is_last = not checked.killed
+        else:
+            status = stage.nursery.run(
+                "fault_life:live", **stage.arguments, piece=piece, round_=killed, at=at
+            )  # fmt: skip
+            is_last = status != SIGKILLED
+            if status not in (0, SIGKILLED):
+                violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
+        if is_last or piece not in LIVED_ON:
+            found = stage.check(piece, killed + 1, **how)
+            violations += [f"{piece}, call {at}: {each}" for each in found]
+        if is_last or len(violations) > 20:
             return killed
-        killed += 1
-        at += stride
+    raise AssertionError("bug: counting ends")
 
 
 def _is_noticed(place: Place, weakness: str, piece: str) -> bool:
     """Whether the check finds what a kill breaks with one protection off."""
     with place.store() as stage:
         stage.prepare(piece, 0)
-        for at in range(1 if piece in CLOSED else 15, 400, 1 if piece in CLOSED else 4):  # after opening
+        for at in range(1, 400, 1 if piece in CLOSED else 4):
             status = stage.nursery.run(
-                "fault_life:live", Fault(at), weakness, **stage.arguments, piece=piece, round_=at
+                "fault_life:live", weakness, **stage.arguments, piece=piece, round_=at, at=at
             )
             if stage.check(weakness=weakness):
                 return True

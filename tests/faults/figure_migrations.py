@@ -10,7 +10,7 @@ from pathlib import Path
 
 from alembic import command
 from fault_place import POSTGRESQL, Outcome, Place, Stage
-from fault_process import SIGKILLED, Fault
+from fault_process import SIGKILLED
 from sqlalchemy import event, insert, text
 
 from memkv.errors import MemKVError
@@ -57,7 +57,7 @@ def _kill_all(place: Place, start: str, stride: int, weakness: str) -> tuple[int
 
 def _run(stage: Stage, function: str, weakness: str, **arguments: object) -> int:
     return stage.nursery.run(
-        f"figure_migrations:{function}", Fault(), weakness,
+        f"figure_migrations:{function}", weakness,
         data_dir=str(stage.data_dir), url=stage.url, **arguments,
     )  # fmt: skip
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 
-from fault_life import NAME
+from fault_life import NAME, calls
 from fault_load import Load, serve
 from fault_place import Outcome, Place, Stage
-from fault_process import SIGKILLED, Fault
+from fault_process import SIGKILLED
 
 
 def random_kills(place: Place, *, kills: int = 1_000, clients: int = 8, check_every: int = 5) -> Outcome:
@@ -51,7 +51,7 @@ def _loss_is_noticed(place: Place) -> bool:
     weakness = "no_requeue"
     with place.store() as stage:
         for attempt in range(10):
-            served = serve(stage, Fault(), weakness)
+            served = serve(stage, weakness)
             with served.client() as client:
                 client.collections.get_or_create(NAME)
             load = Load(served, lambda number: stage.directory / f"journal{number}")
@@ -72,11 +72,11 @@ def compound(place: Place, *, pairs: int = 300) -> Outcome:
     with place.store() as stage:
         stage.prepare("start", 0)
         for pair in range(pairs):
-            first, second = chance.randrange(1, 160), chance.randrange(1, 120)
             piece = chance.choice(("ingest", "delete", "gc", "evict", "reprefill", "heal"))
+            first, second = (chance.randrange(1, calls(stage.url, each)) for each in (piece, "start"))
             for at, next_piece in ((first, piece), (second, "start")):
                 status = stage.nursery.run(
-                    "fault_life:live", Fault(at), **stage.arguments, piece=next_piece, round_=pair
+                    "fault_life:live", **stage.arguments, piece=next_piece, round_=pair, at=at
                 )
                 if status not in (0, SIGKILLED):
                     outcome.violations.append(f"pair {pair}: {next_piece} ended with {status}")
@@ -94,10 +94,10 @@ def _pair_is_noticed(place: Place) -> bool:
     weakness = "rows_before_files"
     with place.store() as stage:
         stage.prepare("start", 0)
-        for at in range(30, 200, 8):
-            for fault, piece in ((Fault(at), "ingest"), (Fault(at // 2), "start")):
+        for at in range(2, 200, 8):
+            for call, piece in ((at, "ingest"), (at // 2, "start")):
                 stage.nursery.run(
-                    "fault_life:live", fault, weakness, **stage.arguments, piece=piece, round_=at
+                    "fault_life:live", weakness, **stage.arguments, piece=piece, round_=at, at=call
                 )
             if stage.check(weakness=weakness):
                 return True

@@ -16,7 +16,6 @@ from fault_life import NAME, replace_bytes
 from fault_load import Load, Served, serve, wrong_answer
 from fault_model import document_text, notes_of, question_for
 from fault_place import Outcome, Place, Stage
-from fault_process import Fault
 
 from memkv.errors import DocumentNotFound, MemKVError
 from memkv.sdk import MemKV
@@ -28,7 +27,7 @@ def forgotten(place: Place, *, seconds: float = 600.0, clients: int = 32) -> Out
     with place.store() as stage:
         outcome.violations, outcome.runs, outcome.notes = _forget_under_load(serve(stage), seconds, clients)
     with place.store() as stage:
-        weak, _, _ = _forget_under_load(serve(stage, Fault(), "deletes_late"), min(seconds, 15.0), clients)
+        weak, _, _ = _forget_under_load(serve(stage, "deletes_late"), min(seconds, 15.0), clients)
     outcome.control_detected["deletes_late"] = any("after its deletion" in each for each in weak)
     return outcome
 
@@ -197,7 +196,7 @@ def _hang_is_noticed(place: Place) -> bool:
     """Without the check against the whole pool an impossible question waits for its deadline."""
     with place.store() as stage:
         changes: dict[str, Any] = {"engine.pool_bytes": 64 * 16 * 128, "engine.queue_seconds": 3.0}
-        served = serve(stage, Fault(), "no_admission", **changes)
+        served = serve(stage, "no_admission", **changes)
         with served.client() as client:
             client.collections.get_or_create(NAME)
             for number in range(20):
@@ -259,7 +258,7 @@ def _time_a_start(stage: Stage) -> float:
 def _slow_start_is_noticed(place: Place, empty: float) -> bool:
     """A start that reads every file: here one that takes 3 s longer."""
     with place.store() as stage:
-        served = serve(stage, Fault(), "slow_start")
+        served = serve(stage, "slow_start")
         served.child.kill()
         return served.seconds - empty > 2.0
 
@@ -281,7 +280,7 @@ def _heal_under_load(
     stage: Stage, weakness: str, seconds: float, documents: int, clients: int
 ) -> tuple[list[str], int, dict[str, float | int | str]]:
     # A pool much smaller than the corpus, so that questions go to the files.
-    served = serve(stage, Fault(), weakness, **{"engine.pool_bytes": 400 * 16 * 128})
+    served = serve(stage, weakness, **{"engine.pool_bytes": 400 * 16 * 128})
     violations: list[str] = []
     times: list[tuple[float, float]] = []
     with served.client(timeout=600) as client:
@@ -364,7 +363,7 @@ def leaks(place: Place, *, seconds: float = 1800.0, clients: int = 64) -> Outcom
 def _load_for(
     stage: Stage, weakness: str, seconds: float, clients: int
 ) -> tuple[list[str], int, dict[str, float | int | str]]:
-    served = serve(stage, Fault(), weakness)
+    served = serve(stage, weakness)
     violations: list[str] = []
     load = Load(served, lambda number: stage.directory / f"journal{number}")
     aborted = itertools.count()
