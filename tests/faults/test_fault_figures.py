@@ -13,6 +13,7 @@ from campaign import postgres
 from fault_place import POSTGRESQL, SQLITE, Outcome, Place, Unavailable
 from figure_damage import damaged_blocks, damaged_indexes
 from figure_disk import full_disk
+from figure_kills import kill_everywhere
 from figure_serving import readiness, small_pool
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,6 +50,10 @@ def holds(figure: Callable[..., Outcome], place: Place, **few: object) -> Outcom
     assert outcome.control_detected
     assert all(outcome.control_detected.values()), outcome.control_detected
     return outcome
+
+
+def test_kills(sqlite_place: Place) -> None:
+    holds(kill_everywhere, sqlite_place, stride=9, pieces=("evict",))
 
 
 def test_damaged_block_files(sqlite_place: Place) -> None:
