@@ -241,6 +241,20 @@ def check_modes(config: Config) -> Iterator[Finding]:
         yield Finding("modes", "ok", f"{directory} is its owner's alone")
 
 
+def check_parser(config: Config) -> Iterator[Finding]:
+    """Documents are cut in a process of their own, which needs no network."""
+    from memkv.text.confinement import why_not
+
+    reason = why_not()
+    if reason:
+        fix = "run memkv in a container without a network of its own, or trust what is ingested"
+        yield Finding(
+            "parser", "warning", f"the process that cuts documents keeps the network: {reason}", fix
+        )
+    else:
+        yield Finding("parser", "ok", "the process that cuts documents has no network")
+
+
 def _upgrade(config: Config, revision: str) -> None:
     """Backs the database up beside the data, then upgrades it."""
     from memkv.cli.db import existing_database
@@ -303,6 +317,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_database,
     check_disk,
     check_modes,
+    check_parser,
     check_port,
     check_threads,
 )

@@ -1,8 +1,9 @@
 """Documents cut in a process of its own: one that hangs, eats memory or ends the interpreter fails alone.
 
 The process is started when the first document comes and serves all that follow; after a document that it did
-not survive, the next one gets a new process. It is given the tokenizer once, and knows neither torch nor the
-store. `python -m memkv.text.cutter FD` is that process.
+not survive, the next one gets a new process. It is given the tokenizer once, knows neither torch nor the
+store, and has no network where the platform can take it away. `python -m memkv.text.cutter FD` is that
+process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from memkv.errors import InternalServerError, ServiceUnavailableError, UnprocessableDocumentError
 from memkv.text.chunker import TextChunk, chunk_text
+from memkv.text.confinement import confine
 from memkv.text.tokenizer import PlainTokenizer, TokenizerState
 
 
@@ -202,6 +204,7 @@ def _unavailable(why: str) -> ServiceUnavailableError:
 def _serve(connection: Connection) -> None:
     """Cuts what is sent until nobody is left to send."""
     tokenizer = PlainTokenizer(msgspec.msgpack.decode(connection.recv_bytes(), type=TokenizerState))
+    confine()  # as far as it goes: `memkv doctor` says where it does not
     connection.send_bytes(b"")
     at_start = _address_space()
     while True:

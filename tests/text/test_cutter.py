@@ -15,6 +15,7 @@ import pytest
 
 from memkv.errors import InternalServerError, ServiceUnavailableError, UnprocessableDocumentError
 from memkv.text.chunker import chunk_text
+from memkv.text.confinement import why_not
 from memkv.text.cutter import CutLimits, Cutter
 from memkv.text.tokenizer import PlainTokenizer, TextTokenizer
 
@@ -44,6 +45,14 @@ def test_the_chunks_are_those_of_chunk_text(
     first = cutter.pid
     assert cutter.cut("", "", 64) == []
     assert cutter.pid == first, "one process serves all"
+
+
+def test_it_has_no_network(cutter_with: Callable[..., Cutter]) -> None:
+    if why_not():
+        pytest.skip(why_not())
+    cutter = cutter_with()
+    assert cutter.cut(TEXT, "", 64)
+    assert "\nSeccomp:\t2\n" in Path(f"/proc/{cutter.pid}/status").read_text(), "a filter is in force"
 
 
 def test_a_tokenizer_made_of_its_state_is_the_same(smollm2_tokenizer: TextTokenizer) -> None:
