@@ -621,4 +621,4 @@ class SnapshotList(Reply, frozen=True, kw_only=True):
 
 
 class SnapshotCreate(Request, frozen=True, kw_only=True):
-    """Nothing is to be said of it."""
+    dry_run: bool = False  # only tell what it would keep; the reply's `id` is empty

@@ -189,7 +189,7 @@ class StoreController(Controller):
     async def create_snapshot(
         self, data: JSONBody[SnapshotCreate], calls: NamedDependency[MemoryCalls]
     ) -> Snapshot:
-        return await calls.run(lambda memory: memory.admin.create_snapshot())
+        return await calls.run(lambda memory: memory.admin.create_snapshot(data))
 
     @delete(
         "/snapshots/{snapshot_id:str}",

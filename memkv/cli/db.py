@@ -37,13 +37,19 @@ def db() -> None:
 
 
 @db.command()
+@click.option("--dry-run", is_flag=True, help="Only say from where to where.")
 @embedded_options
 @output_options
-def upgrade(target: Target, out: Output) -> None:
+def upgrade(dry_run: bool, target: Target, out: Output) -> None:
     """Bring the schema to what this memkv needs. Back the database up first: memkv db backup FILE."""
     from memkv.store import Store
 
     config = target.config()
+    if dry_run:
+        state = inspect_database(config)
+        before = state.current if state is not None else None
+        _tell_revisions(out, before, state.head if state is not None else "the newest", dry_run)
+        return
     with Store.open(
         Path(config.store.data_dir),
         config.store.database_url or None,
@@ -51,10 +57,7 @@ def upgrade(target: Target, out: Output) -> None:
         busy_seconds=config.store.busy_seconds,
     ) as store:
         found = store.recovery.schema
-    out.fields(
-        {"before": found.current, "now": found.head},
-        [("before", found.current or "empty"), ("now", found.head)],
-    )
+    _tell_revisions(out, found.current, found.head, dry_run)
 
 
 @db.command()
@@ -79,9 +82,10 @@ def current(ctx: click.Context, target: Target, out: Output) -> None:
 @db.command()
 @click.argument("revision")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say whether it can be done.")
 @embedded_options
 @output_options
-def downgrade(revision: str, yes: bool, target: Target, out: Output) -> None:
+def downgrade(revision: str, yes: bool, dry_run: bool, target: Target, out: Output) -> None:
     """Bring the schema back to an older REVISION, for an older memkv. What it cannot hold is lost.
 
     Needs the store for itself. Back the database up first: memkv db backup FILE.
@@ -92,16 +96,14 @@ def downgrade(revision: str, yes: bool, target: Target, out: Output) -> None:
     from memkv.store.schema import downgrade_schema
 
     config = target.config()
-    if not yes:
+    if not yes and not dry_run:
         click.confirm(f"Bring the database back to revision {revision}?", abort=True, err=True)
     with ExitStack() as held:
         database = held.enter_context(existing_database(config))
         held.callback(StoreLock(Path(config.store.data_dir) / "lock").release)
         take_advisory_lock(database, held, patience=config.store.busy_seconds)
-        found = downgrade_schema(database, revision)
-    out.fields(
-        {"before": found.current, "now": revision}, [("before", found.current or "empty"), ("now", revision)]
-    )
+        found = downgrade_schema(database, revision, dry_run=dry_run)
+    _tell_revisions(out, found.current, revision, dry_run)
 
 
 @db.command()
@@ -141,9 +143,10 @@ def check(ctx: click.Context, target: Target, out: Output) -> None:
 
 @db.command()
 @click.argument("copy", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--dry-run", is_flag=True, help="Only say how big the database is.")
 @embedded_options
 @output_options
-def backup(copy: Path, target: Target, out: Output) -> None:
+def backup(copy: Path, dry_run: bool, target: Target, out: Output) -> None:
     """Write the database, as it is now, to a new FILE. May run beside a server.
 
     Texts, vectors and everything else that cannot be made again are in it. SQLite: put the file in the place
@@ -152,8 +155,14 @@ def backup(copy: Path, target: Target, out: Output) -> None:
     from memkv.store.backup import back_up
 
     with existing_database(target.config()) as database:
-        size = back_up(database, copy)
-    out.fields({"file": str(copy), "bytes": size}, [("backup", f"{copy} ({bytes_text(size)})")])
+        size = database.size() if dry_run else back_up(database, copy)
+    found = {"file": str(copy), "bytes": size, "dry_run": dry_run}
+    out.fields(found, [("would write" if dry_run else "backup", f"{copy} ({bytes_text(size)})")])
+
+
+def _tell_revisions(out: Output, before: str | None, after: str, dry_run: bool) -> None:
+    found = {"before": before, "would_be" if dry_run else "now": after}
+    out.fields(found, [("before", before or "empty"), ("would be" if dry_run else "now", after)])
 
 
 @contextmanager

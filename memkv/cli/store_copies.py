@@ -20,9 +20,12 @@ _PARTIAL = 3
     "-c", "--collection", "names", multiple=True, metavar="NAME", help="Only these.  [default: all]"
 )
 @click.option("--kv/--no-kv", default=False, help="Their block files, too; big.  [default: no-kv]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be in it.")
 @embedded_options
 @output_options
-def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out: Output) -> None:
+def export(
+    archive: Path, names: tuple[str, ...], kv: bool, dry_run: bool, target: Target, out: Output
+) -> None:
     """Write collections to a new FILE: a tar of their settings, texts and vectors.
 
     Needs the store for itself: stop a server that runs on it.
@@ -31,12 +34,18 @@ def export(archive: Path, names: tuple[str, ...], kv: bool, target: Target, out:
 
     config = target.config()
     with steps(out) as tell, StoredMemory.open_store(config) as memory:
-        tell("exporting")
-        done = memory.export(archive, names, with_kv=kv)
+        done = memory.export(
+            archive,
+            names,
+            with_kv=kv,
+            dry_run=dry_run,
+            on_progress=lambda name, count: tell(f"exporting {name}, {counted(count, 'document')}"),
+        )
+    size = f"{bytes_text(done.bytes)} and the texts" if dry_run else bytes_text(done.bytes)
     out.fields(
         done,
         [
-            ("archive", f"{done.path} ({bytes_text(done.bytes)})"),
+            ("would write" if dry_run else "archive", f"{done.path} ({size})"),
             ("collections", ", ".join(done.collections)),
             ("documents", done.documents),
             ("vectors", done.vectors),
@@ -93,16 +102,17 @@ def snapshot() -> None:
 
 
 @snapshot.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be kept.")
 @target_options
 @output_options
-def create(target: Target, out: Output) -> None:
+def create(dry_run: bool, target: Target, out: Output) -> None:
     """Keep the store as it is now. Block files are shared: they take no space until they are let go of."""
     with target.open(out, models=False) as client:
-        made = client.store.create_snapshot()
+        made = client.store.create_snapshot(dry_run=dry_run)
     out.fields(
         made,
         [
-            ("snapshot", made.id),
+            ("snapshot", made.id or "none made"),
             ("database", bytes_text(made.database_bytes)),
             ("block files", f"{made.kv_files} ({bytes_text(made.kv_bytes)}, shared)"),
         ],
@@ -128,21 +138,27 @@ def list_command(target: Target, out: Output) -> None:
 
 @snapshot.command()
 @click.argument("snapshot_id", metavar="SNAPSHOT")
+@click.option("--dry-run", is_flag=True, help="Only say what it is.")
 @target_options
 @output_options
-def delete(snapshot_id: str, target: Target, out: Output) -> None:
+def delete(snapshot_id: str, dry_run: bool, target: Target, out: Output) -> None:
     """Delete a snapshot; files that it alone kept go with it."""
     with target.open(out, models=False) as client:
-        client.store.delete_snapshot(snapshot_id)
-    out.fields({"deleted": snapshot_id}, [("deleted", snapshot_id)])
+        found = next((each for each in client.store.snapshots().data if each.id == snapshot_id), None)
+        if not dry_run or found is None:  # one that is not there is refused
+            client.store.delete_snapshot(snapshot_id)
+    size = f" ({bytes_text(found.database_bytes)}, and block files that nothing else keeps)" if found else ""
+    verb = "would delete" if dry_run else "deleted"
+    out.fields({"deleted": snapshot_id, "dry_run": dry_run}, [(verb, f"{snapshot_id}{size}")])
 
 
 @snapshot.command()
 @click.argument("snapshot_id", metavar="SNAPSHOT")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say whether it can be restored.")
 @embedded_options
 @output_options
-def restore(snapshot_id: str, yes: bool, target: Target, out: Output) -> None:
+def restore(snapshot_id: str, yes: bool, dry_run: bool, target: Target, out: Output) -> None:
     """Bring the store back to a snapshot: what came after it is gone.
 
     Needs the store for itself: stop a server that runs on it.
@@ -150,12 +166,13 @@ def restore(snapshot_id: str, yes: bool, target: Target, out: Output) -> None:
     from memkv.store.snapshots import restore_snapshot
 
     config = target.config()
-    if not yes:
+    if not yes and not dry_run:
         click.confirm("Everything since that snapshot will be gone. Restore it?", abort=True, err=True)
     found = restore_snapshot(
         Path(config.store.data_dir),
         config.store.database_url or None,
         snapshot_id,
         busy_seconds=config.store.busy_seconds,
+        dry_run=dry_run,
     )
-    out.fields(found, [("restored", found.id), ("of", found.time)])
+    out.fields(found, [("would restore" if dry_run else "restored", found.id), ("of", found.time)])

@@ -24,6 +24,7 @@ from memkv.wire import (
     PageRequest,
     Quarantine,
     Snapshot,
+    SnapshotCreate,
     SnapshotList,
     StoreChange,
     StoreCollection,
@@ -115,9 +116,10 @@ class Administration:
         cost = (len(files), sum(file.num_tokens for file in files), sum(file.num_bytes for file in files))
         return self._queue("warm", row.id, None, request.dry_run, cost)
 
-    def create_snapshot(self) -> Snapshot:
+    def create_snapshot(self, request: SnapshotCreate) -> Snapshot:
         """Keeps the store as it is now. Raises what `Snapshots.create` does."""
-        return Snapshot(**asdict(self._store.snapshots.create()))
+        snapshots = self._store.snapshots
+        return Snapshot(**asdict(snapshots.plan() if request.dry_run else snapshots.create()))
 
     def snapshots(self) -> SnapshotList:
         """What was kept, the oldest first."""

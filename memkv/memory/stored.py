@@ -22,7 +22,7 @@ from memkv.memory.replies import (
     page_rows,
     stats_reply,
 )
-from memkv.memory.transfer import Exported, Tell, export_collections
+from memkv.memory.transfer import Exported, Tell, export_collections, plan_export
 from memkv.store import Store
 from memkv.store.filters import parse_filter
 from memkv.store.quota import Caps
@@ -192,9 +192,12 @@ class StoredMemory:
         collections: Sequence[str] = (),
         *,
         with_kv: bool = False,
+        dry_run: bool = False,
         on_progress: Tell | None = None,
     ) -> Exported:
         """Writes collections, or all, to a new archive. Raises `CollectionNotFound`, `ConfigError`."""
+        if dry_run:
+            return plan_export(self._store, path, collections, with_kv=with_kv)
         tell = on_progress or (lambda name, documents: None)
         return export_collections(self._store, path, collections, with_kv=with_kv, tell=tell)
 

@@ -74,6 +74,26 @@ def export_collections(
     return Exported(str(path), [row.name for row in rows], documents, vectors, files, path.stat().st_size)
 
 
+def plan_export(store: Store, path: Path, names: Sequence[str], *, with_kv: bool) -> Exported:
+    """What `export_collections` would write; of the bytes only those of vectors and KV are told.
+
+    Raises CollectionNotFound.
+    """
+    rows = _chosen(store, names)
+    counts = [store.catalog.count_collection(row.tenant, row.id) for row in rows]
+    files = [file for row in rows for file in store.catalog.files_of(row.id)] if with_kv else []
+    kv_bytes = {file.input_key: file.num_bytes for file in files}
+    vector_bytes = sum(each.chunks * row.dim * 4 for row, each in zip(rows, counts, strict=True))
+    return Exported(
+        str(path),
+        [row.name for row in rows],
+        sum(each.documents for each in counts),
+        sum(each.chunks for each in counts),
+        len(kv_bytes),
+        vector_bytes + sum(kv_bytes.values()),
+    )
+
+
 def archived_collections(archive: ArchiveReader) -> list[CollectionCreate]:
     """Their settings, in order. Raises BadRequestError."""
     try:

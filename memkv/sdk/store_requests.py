@@ -107,14 +107,15 @@ def compact(*, dry_run: bool = False) -> Call[StoreChange]:
     return _change("/v1/store/compact", wanted, lambda memory: memory.admin.compact(wanted))
 
 
-def create_snapshot() -> Call[Snapshot]:
+def create_snapshot(*, dry_run: bool = False) -> Call[Snapshot]:
     """Keeps the store as it is now: a copy of the database, and links to the block files."""
+    wanted = SnapshotCreate(dry_run=dry_run)
     return Call(
         method="POST",
         path="/v1/store/snapshots",
         reply=Snapshot,
-        body=SnapshotCreate(),
-        local=lambda memory: memory.admin.create_snapshot(),
+        body=wanted,
+        local=lambda memory: memory.admin.create_snapshot(wanted),
         repeatable=False,
     )
 

@@ -64,10 +64,11 @@ def require_schema(database: Database, *, upgrade: bool) -> SchemaRevision:
     )
 
 
-def downgrade_schema(database: Database, revision: str) -> SchemaRevision:
+def downgrade_schema(database: Database, revision: str, *, dry_run: bool = False) -> SchemaRevision:
     """Brings the schema back to an older revision, for an older memkv; returns how it was found.
 
-    What only the newer schema can hold is lost. The caller holds the store's lock.
+    What only the newer schema can hold is lost. The caller holds the store's lock. `dry_run`: only looks
+    whether it could.
 
     Raises:
         MigrationNeeded: the database is empty, or newer than this program.
@@ -84,9 +85,10 @@ def downgrade_schema(database: Database, revision: str) -> SchemaRevision:
                 f"{revision[:32]!r} is no revision older than {found.current}",
                 hint="one of " + ", ".join(older) if older else "it is the first one",
             )
-        config = _config()
-        config.attributes["connection"] = connection
-        command.downgrade(config, revision)
+        if not dry_run:
+            config = _config()
+            config.attributes["connection"] = connection
+            command.downgrade(config, revision)
     return found
 
 

@@ -70,6 +70,11 @@ class Snapshots:
             shutil.rmtree(part, ignore_errors=True)
         return snapshot
 
+    def plan(self) -> Snapshot:
+        """What `create` would keep; it has no id."""
+        files, size = self._catalog.kv_totals()
+        return self._snapshot("", self._catalog.generation(), (files, size, self._database.size()))
+
     def list(self) -> list[Snapshot]:
         """The oldest first."""
         return sorted(_read_all(self._root), key=lambda snapshot: snapshot.id)
@@ -92,25 +97,37 @@ class Snapshots:
             with suppress(FileNotFoundError):  # let go of a moment ago: it is made again where it is needed
                 os.link(self._data_dir / "blocks" / name[:2] / name, shard / name, follow_symlinks=False)
                 files, size = files + 1, size + row.num_bytes
-        snapshot = Snapshot(
+        snapshot = self._snapshot(snapshot_id, generation, (files, size, database_bytes))
+        text = json.dumps(asdict(snapshot)).encode()
+        replace_file(part / "manifest.json", part / "manifest.part", [text])
+        return snapshot
+
+    def _snapshot(self, snapshot_id: str, generation: int, sizes: tuple[int, int, int]) -> Snapshot:
+        """Of this moment. `sizes`: block files, their bytes, the database's."""
+        kv_files, kv_bytes, database_bytes = sizes
+        return Snapshot(
             id=snapshot_id,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             store_id=self._store_id,
             dialect=self._database.dialect,
             generation=generation,
-            kv_files=files,
-            kv_bytes=size,
+            kv_files=kv_files,
+            kv_bytes=kv_bytes,
             database_bytes=database_bytes,
         )
-        text = json.dumps(asdict(snapshot)).encode()
-        replace_file(part / "manifest.json", part / "manifest.part", [text])
-        return snapshot
 
 
 def restore_snapshot(
-    data_dir: Path, database_url: str | None, snapshot_id: str, *, busy_seconds: float = 5.0
+    data_dir: Path,
+    database_url: str | None,
+    snapshot_id: str,
+    *,
+    busy_seconds: float = 5.0,
+    dry_run: bool = False,
 ) -> Snapshot:
     """Brings a closed store back to a snapshot; what came after it is gone. The next opening mends the rest.
+
+    `dry_run`: only looks whether it could.
 
     Raises:
         StoreLocked: the store is open.
@@ -132,6 +149,8 @@ def restore_snapshot(
             raise ConfigError(
                 f"the snapshot is of a database of kind {snapshot.dialect}", hint="check MEMKV_DATABASE_URL"
             )
+        if dry_run:
+            return snapshot
         if url.get_backend_name() != "sqlite":
             database = Database(url, busy_seconds=busy_seconds)
             held.callback(database.close)

@@ -100,6 +100,10 @@ def test_garbage_quarantine_and_compaction(http: httpx2.Client, filled: str) -> 
 
 
 def test_snapshots(http: httpx2.Client, filled: str) -> None:
+    before = reply(http.get("/v1/store/snapshots"), 200, SnapshotList)
+    planned = reply(http.post("/v1/store/snapshots", json={"dry_run": True}), 201, Snapshot)
+    assert (planned.id, planned.kv_files > 0) == ("", True)
+    assert reply(http.get("/v1/store/snapshots"), 200, SnapshotList) == before
     made = reply(http.post("/v1/store/snapshots", json={}), 201, Snapshot)
     assert made in reply(http.get("/v1/store/snapshots"), 200, SnapshotList).data
     assert http.delete(f"/v1/store/snapshots/{made.id}").status_code == 204

@@ -55,6 +55,8 @@ def test_a_backup_is_made_beside_a_running_server(run: Run, database: Path) -> N
     from memkv.store import Store
 
     with Store.open(Path("data")):
+        assert answer(run, "db", "backup", "copy.db", "--dry-run")["bytes"] > 0
+        assert not Path("copy.db").exists()
         made = answer(run, "db", "backup", "copy.db")
     assert made["bytes"] == Path("copy.db").stat().st_size
     with sqlite3.connect("copy.db") as copy:
@@ -72,10 +74,14 @@ def test_down_and_up_again(run: Run, database: Path, models: list[str]) -> None:
     ingested = run("ingest", "-", "-c", "c", "--external-id", "e", *WHERE, *models, input="The lamp is lit.")
     assert ingested.exit_code == 0, ingested.output
     head = answer(run, "db", "current")["head"]
+    assert answer(run, "db", "downgrade", "0002", "--dry-run") == {"before": head, "would_be": "0002"}
+    assert run("db", "downgrade", "9999", "--dry-run", *WHERE).exit_code == 2
+    assert answer(run, "db", "current")["current"] == head
     done = answer(run, "db", "downgrade", "0002", "--yes")
     assert done == {"before": head, "now": "0002"}
     assert answer(run, "db", "current", exit_code=1)["current"] == "0002"
     assert run("store", "stats", *WHERE).exit_code == 1, "it is used with an older schema"
+    assert answer(run, "db", "upgrade", "--dry-run") == {"before": "0002", "would_be": head}
     assert answer(run, "db", "upgrade") == {"before": "0002", "now": head}
     assert answer(run, "db", "check")["problems"] == []
     assert answer(run, "documents", "show", "e", "-c", "c")["status"] == "ready"

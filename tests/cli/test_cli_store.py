@@ -202,8 +202,15 @@ def test_what_an_ingest_would_cost_is_told_and_nothing_kept(run: Run, where: lis
 def test_copies_are_made_and_brought_back(run: Run, models: list[str]) -> None:
     where = ["--data-dir", "data"]
     run("ingest", "-", "-c", "c", "--external-id", "kept", *where, *models, input=TEXT)
+    planned = answer(run, "store", "snapshot", "create", "--dry-run", *where)
+    assert answer(run, "store", "snapshot", "list", *where)["data"] == []
     made = answer(run, "store", "snapshot", "create", *where)
+    assert {**planned, **{key: made[key] for key in ("id", "time", "generation", "database_bytes")}} == made
+    would = answer(run, "store", "export", "all.tar", "--kv", "--dry-run", *where)
+    assert not Path("all.tar").exists()
     exported = answer(run, "store", "export", "all.tar", "--kv", *where)
+    assert {**would, "bytes": exported["bytes"]} == exported
+    assert 0 < would["bytes"] < exported["bytes"] < would["bytes"] + 100_000
     assert (exported["documents"], exported["collections"]) == (1, ["c"])
     assert exported["kv_files"] > exported["vectors"] > 0, "the prefix has KV and no vector"
     again = run("store", "export", "all.tar", *where)
@@ -211,9 +218,13 @@ def test_copies_are_made_and_brought_back(run: Run, models: list[str]) -> None:
     assert "exists" in again.stderr
     run("documents", "delete", "kept", "-c", "c", "--yes", *where)
     assert [s["id"] for s in answer(run, "store", "snapshot", "list", *where)["data"]] == [made["id"]]
+    assert "would restore" in run("store", "snapshot", "restore", made["id"], "--dry-run", *where).stdout
+    assert run("documents", "show", "kept", "-c", "c", *where).exit_code == 1
     assert run("store", "snapshot", "restore", made["id"], "--yes", *where).exit_code == 0
     assert answer(run, "documents", "show", "kept", "-c", "c", *where)["status"] == "ready"
+    assert "would delete" in run("store", "snapshot", "delete", made["id"], "--dry-run", *where).stdout
     assert run("store", "snapshot", "delete", made["id"], *where).exit_code == 0
+    assert run("store", "snapshot", "delete", made["id"], "--dry-run", *where).exit_code == 1
     assert run("store", "snapshot", "restore", made["id"], "--yes", *where).exit_code == 1
 
     there = ["--data-dir", "there", *models]

@@ -21,6 +21,7 @@ from memkv.wire import (
     DocumentCreate,
     PageRequest,
     QueryRequest,
+    SnapshotCreate,
     StoreCollection,
     StoreCompact,
     StoreEvict,
@@ -74,7 +75,7 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
         for kept in memory.admin.snapshots().data:
             memory.admin.delete_snapshot(kept.id)
     if piece == "restore":
-        memory.admin.create_snapshot()
+        memory.admin.create_snapshot(SnapshotCreate())
         put(memory, said, "one", [(round_ + 1) % 4000])
         delete(memory, said, "eight")
         for name, notes in brought(round_).items():
@@ -213,7 +214,7 @@ def _import(memory: Memory, said: Journal, round_: int) -> None:
 
 
 def _snapshot(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.create_snapshot()
+    memory.admin.create_snapshot(SnapshotCreate())
 
 
 PIECES: dict[str, Callable[[Memory, Journal, int], None]] = {
