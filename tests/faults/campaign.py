@@ -111,7 +111,9 @@ def kept_results() -> list[dict[str, Any]]:
 def keep(found: dict[str, Any]) -> None:
     """In the place of the last result of its figure; other processes may keep others at the same time."""
     order = list(FIGURES)
-    with (HERE.parents[1] / "build" / "results.lock").open("w") as lock:
+    build = HERE.parents[1] / "build"
+    build.mkdir(exist_ok=True)
+    with (build / "results.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = [each for each in kept_results() if not _is_of(each, found["figure"], found["database"])]
         results = sorted(
