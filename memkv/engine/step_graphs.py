@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,11 @@ class GraphShape:
         return starts
 
 
-def shape_of(
-    batch: Batch, host: dict[str, Int32s], layers: tuple[int, ...], *, shares: bool
-) -> GraphShape | None:
-    """None where no graph is made for such a batch: many tokens, two prompts, a prompt that looks in part."""
+def shape_of(batch: Batch, host: dict[str, Int32s], layers: tuple[int, ...]) -> GraphShape | None:
+    """As if no answers shared blocks.
+
+    None where no graph is made for such a batch: many tokens, two prompts, a prompt that looks in part.
+    """
     answers, prompt = _split(batch)
     if any(len(each) > 1 for each in batch.positions[:-1]) or len(batch.logit_rows) > answers + bool(prompt):
         return None
@@ -91,7 +92,7 @@ def shape_of(
     )
     if None in rooms:
         return None
-    return GraphShape(*rooms, logits=bool(batch.logit_rows), layers=layers, shares=shares)  # type: ignore[arg-type]
+    return GraphShape(*rooms, logits=bool(batch.logit_rows), layers=layers, shares=False)  # type: ignore[arg-type]
 
 
 def padded(batch: Batch, host: dict[str, Int32s], shape: GraphShape) -> dict[str, np.ndarray]:
@@ -154,14 +155,14 @@ class StepGraphs:
         if sum(map(len, batch.fed)) > _MOST_TOKENS:
             return None
         layout = kv_cache.layout
+        layers = tuple(batch.looks[0].request.layer_indices(layout.num_layers)) if batch.looks else ()
+        shape = shape_of(batch, host, layers)
+        if shape is None:
+            return None
         plan = AttentionPlan.of_arrays(host, {name: torch.from_numpy(array) for name, array in host.items()})
         plan.validate(kv_cache.num_blocks, layout.block_size)
         group = self._num_heads // layout.num_kv_heads
-        shares = cuda.worth_sharing(plan, layout.num_kv_heads, group, layout.head_dim)
-        layers = tuple(batch.looks[0].request.layer_indices(layout.num_layers)) if batch.looks else ()
-        shape = shape_of(batch, host, layers, shares=shares)
-        if shape is None:
-            return None
+        shape = replace(shape, shares=cuda.worth_sharing(plan, layout.num_kv_heads, group, layout.head_dim))
         graph = self._graphs.get((kv_cache, shape))
         arrays = padded(batch, host, shape)
         if graph is None:

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from memkv.engine.batch import Batch, Part
+from memkv.engine.kv_cache import KVCache
 from memkv.engine.reuse.policy import LookRequest
-from memkv.engine.step_graphs import GraphShape, padded, shape_of
+from memkv.engine.step_graphs import GraphShape, StepGraphs, padded, shape_of
+from memkv.engine.step_tensors import StepResult
 from memkv.engine.token_run import TokenRun
-from memkv.kernels import AttentionPlan, reference
+from memkv.kernels import AttentionPlan, cuda, reference
 from memkv.kv.block_table import BlockTable, Segment
+from memkv.kv.layout import KVLayout
 
 SIZE, HEADS, DIM, BLOCKS = 8, 2, 16, 64
+CACHE = KVCache(KVLayout(1, HEADS, DIM, SIZE, "float32"), BLOCKS)
 
 
 class Sequences:
@@ -52,7 +56,7 @@ def test_padded_rows_change_nothing_and_see_nothing(sizes: tuple[int, ...]) -> N
     sequences = Sequences()
     batch = Batch.build([sequences.part(size, (13, 8) if size == 1 else (9,)) for size in sizes])
     host = batch.plan()
-    shape = shape_of(batch, host, (), shares=False)
+    shape = shape_of(batch, host, ())
     assert shape is not None
     arrays = padded(batch, host, shape)
     inputs = {name: arrays[name] for name in host}
@@ -82,7 +86,26 @@ def test_what_gets_a_graph() -> None:
         ([prompt, one], None),
     ):
         batch = Batch.build(parts)
-        assert shape_of(batch, batch.plan(), (), shares=False) == expected
+        assert shape_of(batch, batch.plan(), ()) == expected
+
+
+def test_a_batch_that_gets_no_graph_is_left_to_whoever_runs_it_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[AttentionPlan] = []
+    monkeypatch.setattr(cuda, "serves_cache", lambda _: True)
+    monkeypatch.setattr(AttentionPlan, "validate", lambda plan, *_: checked.append(plan))
+    monkeypatch.setattr(cuda, "worth_sharing", lambda *_: False)
+    sequences = Sequences()
+    prompt, other = sequences.part(40, ()), sequences.part(20, ())
+    graphs = StepGraphs(lambda *_: StepResult(None), HEADS)
+    batch = Batch.build([prompt, other])
+    assert graphs.run(batch, batch.plan(), CACHE) is None
+    assert not checked, "it is checked there"
+    monkeypatch.setattr(StepGraphs, "_capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no GPU")))
+    batch = Batch.build([other])
+    assert graphs.run(batch, batch.plan(), CACHE) is None
+    assert len(checked) == 1
 
 
 def test_a_look_gets_a_graph_where_all_its_rows_look() -> None:
@@ -90,5 +113,5 @@ def test_a_look_gets_a_graph_where_all_its_rows_look() -> None:
     part, wanted = sequences.part(20, ()), LookRequest()
     for rows, fits in ((20, True), (8, False)):
         batch = Batch.build([Part(None, part.run, 20, look=wanted, look_rows=rows)])
-        assert (shape_of(batch, batch.plan(), (0, 1), shares=False) is not None) is fits
+        assert (shape_of(batch, batch.plan(), (0, 1)) is not None) is fits
         assert batch.looks[0].entries == slice(3 if rows == 8 else 0, 6 if rows == 8 else 3)
