@@ -83,8 +83,7 @@ class Sequence:
         self._num_resumed = 0  # tokens of its answer in its request's tail
         self._num_interrupted = 0
         self._used = Usage(prompt_tokens=request.prompt_tokens)  # when it last gave its blocks back
-        self._healed_chunks = 0
-        self._healed_tokens = 0
+        self._healed: dict[str, int] = {}  # tokens of chunks, by key; each counts once, however often
         self._looked_tokens = 0
         self._started: float | None = None  # when it first had its blocks,
         self._ready: float | None = None  # its chunks,
@@ -189,8 +188,7 @@ class Sequence:
 
     def heal(self, chunk: ResidentChunk) -> None:
         """Notes that a chunk without valid KV is prefilled on this request's account."""
-        self._healed_chunks += 1
-        self._healed_tokens += chunk.ref.num_tokens
+        self._healed[chunk.ref.input_key] = chunk.ref.num_tokens
 
     def interrupt(self, residency: Residency) -> None:
         """Gives everything back, to go on from the tokens that it has when there is room again."""
@@ -348,18 +346,19 @@ class Sequence:
         computed = min(self.run.done, fresh) if self.look is None else 0
         mapped = prompt - fresh
         is_ready = self._ready is not None
+        healed = sum(self._healed.values()) if is_ready else 0
         return Usage(
             prompt_tokens=prompt,
-            cached_tokens=max(0, mapped - self._healed_tokens) if is_ready else 0,
-            prefilled_tokens=computed + (self._healed_tokens if is_ready else 0),
+            cached_tokens=max(0, mapped - healed) if is_ready else 0,
+            prefilled_tokens=computed + healed,
             looked_tokens=self._looked_tokens if self.look is None else self.run.done,
             completion_tokens=len(self._token_ids),
-            healed_chunks=self._healed_chunks,
+            healed_chunks=len(self._healed),
             blocks_shared=len(set(self.run.table.shared_blocks())),
             blocks_fresh=self.placement.num_fresh_blocks,
             continued_tokens=self._num_continued if is_ready else 0,
             interruptions=self._num_interrupted,
-            fallback_reason="chunk_kv_missing" if self._healed_chunks else "",
+            fallback_reason="chunk_kv_missing" if self._healed else "",
         )
 
     def _timings(self, now: float) -> Timings:

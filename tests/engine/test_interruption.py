@@ -101,6 +101,21 @@ def test_an_interrupted_answer_is_the_one_that_it_would_have_been(
     driver.assert_idle()
 
 
+def test_a_chunk_that_is_healed_again_after_an_interruption_counts_once() -> None:
+    """The source keeps nothing, so that whoever comes back to an evicted chunk has it computed again."""
+    driver = without_prefix(10)
+    driver.source.write = lambda ref, kv: None  # type: ignore[method-assign]
+    older = driver.submit(tail=10, max_tokens=6 * SIZE)
+    chunk = driver.prompts.chunk(3 * SIZE, "c")
+    younger = driver.submit(chunk, tail=10, max_tokens=6 * SIZE, policy=Map())
+    driver.finish(older)
+    driver.finish(younger)
+    result = younger.generation.result(0)
+    assert result.usage.interruptions == 1 and driver.lane.stats().healed_chunks == 2
+    assert result.usage.healed_chunks == 1
+    assert result.usage.prefilled_tokens == 10 + 3 * SIZE and result.usage.cached_tokens == 0
+
+
 def test_a_seed_draws_the_same_tokens_after_an_interruption() -> None:
     answers = []
     for others in (0, 3):
