@@ -68,6 +68,8 @@ class _Group:
     Attributes:
         is_submitted: every batch of theirs is under way, or has ended.
         num_batches: that are under way.
+        num_reused: chunks that had KV, or whose KV was on its way.
+        made: keys of chunks whose batches have ended.
     """
 
     works: Sequence[Work]
@@ -75,6 +77,8 @@ class _Group:
     vectors: Vectors = field(default_factory=dict)
     is_submitted: bool = False
     num_batches: int = 0
+    num_reused: int = 0
+    made: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Preparation:
         self._workers = ThreadPoolExecutor(_BATCHES, thread_name_prefix="memkv-prefill")
         self._groups: deque[_Group] = deque()
         self._batches: deque[_Batch] = deque()
+        self._made: set[str] = set()  # by batches of documents that are begun with again
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +157,7 @@ class Preparation:
         self._batches.clear()
         works = [work for group in self._groups for work in group.works]
         for group in self._groups:
+            self._made |= group.made
             self._run.end(group.ahead)
         self._groups.clear()
         if len(works) == 1:
@@ -167,7 +173,7 @@ class Preparation:
         with _documents_fault():
             if not self._run.makes_anew:
                 group.vectors = self._embed(works)
-            missing = self._missing(works)
+            missing, group.num_reused = self._missing(works)
         group.ahead.num_chunks = len(missing)
         size = self._parts.config.ingest.batch_chunks
         for first in range(0, len(missing), size):
@@ -215,11 +221,13 @@ class Preparation:
         counts.chunks_prefilled += len(batch.refs)
         counts.tokens_prefilled += sum(ref.num_tokens for ref in batch.refs)
         counts.kv_bytes_written += batch.result.result()
+        batch.group.made |= {ref.input_key for ref in batch.refs}
 
     def _commit_complete(self) -> None:
         """Ends with the first groups as far as nothing of theirs is under way."""
         while self._groups and self._groups[0].is_submitted and not self._groups[0].num_batches:
             group = self._groups.popleft()
+            self._run.counts.chunks_reused += group.num_reused
             for work in group.works:
                 if self._run.makes_anew:
                     self._release_unused(work)
@@ -246,19 +254,20 @@ class Preparation:
             vectors.update(zip(batch, found, strict=True))
         return vectors
 
-    def _missing(self, works: Sequence[Work]) -> list[ChunkRef]:
-        """The chunks to prefill: those that have no KV, and whose KV is not on its way."""
+    def _missing(self, works: Sequence[Work]) -> tuple[list[ChunkRef], int]:
+        """The chunks to prefill: those that have no KV, and whose KV is not on its way; and how many have."""
         row = self._collection.row
         if not self._run.makes_anew and row.prefill != "eager":
-            return []
+            return [], 0
         chunks = {key: chunk for work in works for key, chunk in zip(work.keys, work.chunks, strict=True)}
         known = self._parts.store.catalog.existing_keys(row.tenant, list(chunks))
         known |= {ref.input_key for batch in self._batches for ref in batch.refs}
         missing = [
             self._collection.ref(key, chunk.token_ids) for key, chunk in chunks.items() if key not in known
         ]
-        self._run.counts.chunks_reused += len(chunks) - len(missing)
-        return missing
+        own = self._made & known & chunks.keys()  # by an earlier try
+        self._made -= own
+        return missing, len(chunks) - len(missing) - len(own)
 
     def _still_wanted(self, works: Sequence[Work], refs: Sequence[ChunkRef]) -> list[ChunkRef]:
         """Those of `refs` whose document was neither deleted nor replaced meanwhile."""

@@ -132,6 +132,8 @@ def test_a_batch_that_cannot_be_written_fails_its_document_and_no_neighbour(open
     slowed.refuse = refuse
     job = ingest(memory, documents(16))
     assert (job.status, job.counts.documents) == ("partial", 15)
+    assert job.counts.chunks_reused == 0, "what this job itself had made counts as found"
+    assert job.counts.chunks_prefilled == 15
     states = memory.get_collection("c").by_status
     assert states == {"pending": 0, "ready": 16, "failed": 1}
     assert memory.verify_store().found == 0, (
