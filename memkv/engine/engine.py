@@ -203,6 +203,11 @@ class Engine:
         return self._config.max_running
 
     @property
+    def budgets(self) -> tuple[int, int]:
+        """Bytes of its pool, and of its host pool."""
+        return self._config.pool_bytes, self._config.host_bytes
+
+    @property
     def num_tasks(self) -> int:
         """Requests that are not finished."""
         return self._thread.num_tasks

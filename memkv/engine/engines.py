@@ -88,6 +88,12 @@ class Engines:
         """Whether all of them are."""
         return all(engine.is_idle() for engine in self._engines)
 
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """Of all of them."""
+        pools, hosts = zip(*(engine.budgets for engine in self._engines), strict=True)
+        return sum(pools), sum(hosts)
+
     def drop(self, input_keys: Iterable[str]) -> None:
         keys = tuple(input_keys)
         for engine in self._engines:

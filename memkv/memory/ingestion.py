@@ -7,7 +7,6 @@ appear in one transaction once all of its files are durable: a crash repeats onl
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 
 import structlog
@@ -22,6 +21,7 @@ from memkv.errors import (
     StoreFenced,
     UnprocessableDocumentError,
 )
+from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.collections import Collections, OpenCollection
 from memkv.memory.job_run import JobRun
 from memkv.memory.parts import Parts
@@ -40,32 +40,21 @@ class _Stopped(Exception):
     """The thread was asked to stop between two pieces of work."""
 
 
-class Ingestion:
-    """The job thread. A document's failure is recorded on it, and the thread goes on."""
+class Ingestion(BackgroundThread):
+    """The job thread. A document's failure is recorded on it, and the thread goes on.
+
+    Asked to stop, it ends after the batch in hand; an unfinished job goes back to the queue.
+    """
 
     def __init__(self, parts: Parts, collections: Collections) -> None:
+        super().__init__("memkv-ingestion", wake=parts.store.jobs.announce)
         self._parts = parts
         self._collections = collections
         self._owner = f"pid {os.getpid()}"
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="memkv-ingestion", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Ends after the batch in hand; an unfinished job goes back to the queue."""
-        self._stopping.set()
-        self._parts.store.jobs.announce()
-        self._thread.join()
-
-    def _loop(self) -> None:
+    def run(self) -> None:
         job: JobRow | None = None  # claimed, and not yet ended or given back
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 if job is not None:
                     self._parts.store.jobs.release(job.id)
@@ -78,7 +67,7 @@ class Ingestion:
                 return
             except MemKVError as error:  # the database is busy or away
                 _log.warning("ingestion_waits", code=error.code, detail=error.detail)
-                self._stopping.wait(_RETRY_SECONDS)
+                self.stopping.wait(_RETRY_SECONDS)
 
     def _run(self, job: JobRow) -> None:
         jobs, catalog = self._parts.store.jobs, self._parts.store.catalog
@@ -146,5 +135,5 @@ class Ingestion:
         return Work(document, revision, chunks, [collection.key(chunk.token_ids) for chunk in chunks])
 
     def _stop_if_asked(self) -> None:
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise _Stopped

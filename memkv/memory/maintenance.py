@@ -7,7 +7,6 @@ files that nobody read for long, so that damage is found before somebody needs t
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +16,7 @@ import structlog
 
 from memkv.config import StoreConfig
 from memkv.errors import DatabaseDamaged, InternalServerError, MemKVError, StoreFenced
+from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.replies import stored_problem
 from memkv.store import Store
 from memkv.store.rows import JobRow
@@ -39,8 +39,8 @@ class _Stopped(Exception):
     """The thread was asked to stop in the middle of a job."""
 
 
-class Maintenance:
-    """Started by whoever opens the store for use; `stop` ends it.
+class Maintenance(BackgroundThread):
+    """Started by whoever opens the store for use; asked to stop, it ends soon, and puts a job back.
 
     Args:
         recompute: prefills so many chunks again and compares them.
@@ -54,28 +54,13 @@ class Maintenance:
         recompute: Recompute,
         resume_starved: Callable[[], None],
     ) -> None:
+        super().__init__("memkv-maintenance", wake=store.jobs.announce)
         self._store = store
         self._config = config
         self._recompute = recompute
         self._resume_starved = resume_starved
         self.scrubbed = Scrubbed()  # so far
         self._owner = f"pid {os.getpid()}"
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="memkv-maintenance", daemon=True)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends soon; an unfinished job goes back to the queue."""
-        self._stopping.set()
-        self._store.jobs.announce()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def verify(self, request: StoreVerify, tell: Tell) -> StoreVerification:
         """The whole check, in the caller's thread."""
@@ -100,10 +85,10 @@ class Maintenance:
             seconds=time.perf_counter() - started,
         )
 
-    def _loop(self) -> None:
+    def run(self) -> None:
         job: JobRow | None = None  # claimed, and not yet ended or given back
         next_turn = time.monotonic() + _IDLE_SECONDS
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 if job is not None:
                     self._store.jobs.release(job.id)
@@ -123,13 +108,13 @@ class Maintenance:
                 return
             except MemKVError as error:  # the database is busy or away
                 _log.warning("maintenance_waits", code=error.code, detail=error.detail)
-                self._stopping.wait(_PAUSE_SECONDS)
+                self.stopping.wait(_PAUSE_SECONDS)
             except Exception:  # noqa: BLE001  # the thread's top: what nobody expected ends its job alone
                 _log.exception("maintenance_failed")
                 if job is not None:
                     self._fail(job, InternalServerError("the job failed for a fault of memkv's"))
                     job = None
-                self._stopping.wait(_PAUSE_SECONDS)
+                self.stopping.wait(_PAUSE_SECONDS)
 
     def _run(self, job: JobRow) -> None:
         try:
@@ -163,7 +148,7 @@ class Maintenance:
         return {"chunks": read}
 
     def _tell(self, job: JobRow, stage: str, done: int, total: int) -> None:
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise _Stopped
         self._store.jobs.progress(job.id, stage=stage, done=done, total=total, unit="files")
 
@@ -178,7 +163,7 @@ class Maintenance:
             self._store.catalog,
             older_than=timedelta(hours=self._config.scrub_hours),
             bytes_per_second=self._config.scrub_rate_bytes,
-            stop=self._stopping,
+            stop=self.stopping,
         )
         self.scrubbed.add(seen)
         if seen.damaged:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import structlog
 
 from memkv.engine.residency import ChunkRef
 from memkv.errors import EngineClosed, FingerprintMismatch, MemKVError, NotFoundError
+from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.collections import Collections, OpenCollection
 from memkv.memory.parts import Parts
 
@@ -18,37 +18,24 @@ _PAUSE_SECONDS = 0.02  # between two looks at whether the engine is idle
 _MOST_CHUNKS = 10_000  # that are looked at
 
 
-class WarmUp:
-    """A thread that ends by itself. One chunk at a time, `engine.warm_share` of the pool is filled, then of
-    the host pool.
+class WarmUp(BackgroundThread):
+    """Ends by itself, or before the next chunk.
+
+    One chunk at a time, `engine.warm_share` of all pools is filled, then of all host pools.
     """
 
     def __init__(self, parts: Parts, collections: Collections) -> None:
+        super().__init__("memkv-warm-up")
         self._parts = parts
         self._collections = collections
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memkv-warm-up", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Ends before the next chunk."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         engine = self._parts.engine
         loaded = 0
         try:
             for collection, ref, to_host in self._most_used():
                 while not engine.is_idle():
-                    if self._stopping.wait(_PAUSE_SECONDS):
+                    if self.stopping.wait(_PAUSE_SECONDS):
                         return
                 refs = (collection.prefix, ref)
                 engine.prefetch(refs, collection.kv, block_size=collection.row.block_size, to_host=to_host)
@@ -62,8 +49,8 @@ class WarmUp:
 
     def _most_used(self) -> Iterator[tuple[OpenCollection, ChunkRef, bool]]:
         """As many as the shares take, and whether each goes to the host pool."""
-        catalog, config = self._parts.store.catalog, self._parts.config.engine
-        left, host_left = (config.warm_share * size for size in (config.pool_bytes, config.host_bytes))
+        catalog, share = self._parts.store.catalog, self._parts.config.engine.warm_share
+        left, host_left = (share * size for size in self._parts.engine.budgets)
         for file in catalog.most_used_files(_MOST_CHUNKS) if left else ():
             try:
                 chunk = catalog.chunk_of_key(file.tenant, file.input_key)

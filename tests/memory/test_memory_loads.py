@@ -129,6 +129,18 @@ def test_warm_up_takes_no_more_than_its_share_of_the_pool_and_the_most_used_firs
     assert loads(memory) == 1 + 1, "it was another one that was loaded"
 
 
+def test_the_shares_of_several_engines_are_filled_together(used: Callable[..., Memory]) -> None:
+    memory = used(engine__warm_share=0.0)
+    [row] = memory._store.catalog.all_collections()
+    collection = memory._collections.open(row)
+    largest = max(file.num_tokens for file in memory._store.catalog.most_used_files(10))
+    share = collection.layout.bytes_for(largest) * 0.75 / 1e6  # of one pool: not even one chunk
+    memory.close()
+    memory = used(model__device="cpu,cpu", engine__pool_bytes="1M", engine__warm_share=share)
+    settled(memory)
+    assert loads(memory) == 1 + 1
+
+
 def test_what_the_pools_share_has_no_room_for_is_warmed_up_in_host_memory(
     used: Callable[..., Memory],
 ) -> None:
