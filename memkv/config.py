@@ -61,7 +61,8 @@ class KVConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     pool_bytes: int = 0  # 0: most of what a GPU has left, 2 GB on a CPU
-    host_bytes: int = 0  # host memory for chunks that a GPU's pool has no room for
+    host_bytes: int = 0  # host memory for chunks that a GPU's pool has no room for; 0: as host_share says
+    host_share: float = 0.25  # of the machine's free memory, up to 16 GiB, for the chunks of its GPUs
     max_batch_tokens: int = 4096  # fresh tokens in one step
     max_running: int = 64
     queue_seconds: float = 30.0  # how long a request may wait for blocks
@@ -129,6 +130,7 @@ _AT_LEAST = {
     "store.scrub_rate_bytes": 1,
     "engine.pool_bytes": 0,
     "engine.host_bytes": 0,
+    "engine.host_share": 0,
     "engine.max_batch_tokens": 1,
     "engine.max_running": 1,
     "engine.queue_seconds": 0,
@@ -142,7 +144,7 @@ _AT_LEAST = {
     "query.max_tokens": 1,
     "query.gate_questions": 1,
 }
-_AT_MOST = {"engine.continuation_share": 1, "engine.warm_share": 1}
+_AT_MOST = {"engine.host_share": 1, "engine.continuation_share": 1, "engine.warm_share": 1}
 _FORMS = {  # how to write a value of a type; True: it is a size in bytes
     (bool, False): "true or false",
     (int, False): "a whole number, such as 4",

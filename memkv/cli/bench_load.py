@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,7 @@ def load(
         from memkv.bench.load import LoadSizes, Objectives, run_load_bench
         from memkv.bench.random_model import random_model
         from memkv.bench.trace import read_trace
+        from memkv.engine.limits import host_bytes
         from memkv.memory.parts import choose_device, load_language_model
 
         requests = read_trace(trace, seconds)
@@ -112,9 +114,8 @@ def load(
             objectives=Objectives(ttft_ms=ttft, itl_ms=itl),
             grace_seconds=grace,
         )
-        found = run_load_bench(
-            model, config.kv.dtype, config.engine, requests, sizes, target.chosen_dir, tell
-        )
+        engine = replace(config.engine, host_bytes=host_bytes(config.engine, [device]))
+        found = run_load_bench(model, config.kv.dtype, engine, requests, sizes, target.chosen_dir, tell)
     if out.is_json:
         out.json(found)
     else:

@@ -34,7 +34,11 @@ MEANING = {
     "kv.dtype": "of stored keys and values: bfloat16 or float32",
     "kv.block_size": "tokens in a block: 8, 16 or 32",
     "engine.pool_bytes": "memory for blocks; 0: most of what a GPU has left beside the model, 2 GB on a CPU",
-    "engine.host_bytes": "host memory for chunks that a GPU's pool has no room for; 0: none",
+    "engine.host_bytes": "pinned host memory for chunks that a GPU's pool has no room for, for each GPU; "
+    "0: as engine.host_share says",
+    "engine.host_share": "part of the machine's free memory, up to 16 GiB, taken for the chunks of its GPUs "
+    "where engine.host_bytes is 0, on a CPU none; a single command on a data directory takes it only "
+    "where it is set",
     "engine.max_batch_tokens": "fresh tokens in one step",
     "engine.max_running": "sequences that generate at the same time",
     "engine.queue_seconds": "how long a request may wait for blocks",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memkv.config import Config
     from memkv.sdk.client import MemKV
 
+_FOR_SERVERS = {"engine.compile": False, "engine.host_share": 0.0}  # one command waits longer than they save
 _EMBEDDED_ONLY = ("--data-dir", "--model", "--embedder", "--config")
 
 
@@ -63,8 +64,9 @@ class Target:
                 yield client
             return
         config = self.config()
-        if config.origin("engine.compile") == "default":
-            config = self.config(engine__compile=False)  # one command would wait longer for it than it saves
+        config = self.config(
+            **{key: off for key, off in _FOR_SERVERS.items() if config.origin(key) == "default"}
+        )
         log_warnings_to_stderr()
         with steps(out) as tell:
             client = MemKV.local(config=config, on_progress=tell, models=models)

@@ -8,17 +8,21 @@ Room is made by eviction, never beyond the budget; what somebody holds stays.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from memkv.engine.eviction import EvictionOrder, worth
 from memkv.engine.residency import ChunkRef
 from memkv.kv.block_pool import BlockPool
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +58,7 @@ class HostPool:
     """Of one layout. Any thread may use it.
 
     Args:
-        num_bytes: at most; less than a block is none.
+        num_bytes: at most; less than a block is none, and so is what the system does not give.
         pinned: whether a GPU copies from it.
 
     Attributes:
@@ -63,9 +67,8 @@ class HostPool:
 
     def __init__(self, layout: KVLayout, num_bytes: int, *, pinned: bool) -> None:
         self.layout = layout
-        num_blocks = num_bytes // layout.bytes_per_block
-        shape = (num_blocks, layout.bytes_per_block)
-        self.storage = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned and num_blocks > 0)
+        self.storage = _storage(num_bytes // layout.bytes_per_block, layout.bytes_per_block, pinned=pinned)
+        num_blocks = len(self.storage)
         self._lock = threading.Lock()  # guards what follows
         self._pool = BlockPool(num_blocks) if num_blocks else None
         self._chunks: dict[str, HostChunk] = {}
@@ -189,3 +192,14 @@ class HostPool:
     def _free(self, chunk: HostChunk) -> None:
         assert self._pool is not None
         self._pool.release(chunk.blocks)
+
+
+def _storage(num_blocks: int, bytes_per_block: int, *, pinned: bool) -> Tensor:
+    """[num_blocks, bytes_per_block] uint8, or no blocks."""
+    try:
+        return torch.empty(
+            (num_blocks, bytes_per_block), dtype=torch.uint8, pin_memory=pinned and num_blocks > 0
+        )
+    except RuntimeError as error:
+        _log.warning("no host memory for %d blocks of %d bytes: %s", num_blocks, bytes_per_block, error)
+        return torch.empty((0, bytes_per_block), dtype=torch.uint8)

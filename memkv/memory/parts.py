@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memkv.config import Config
 from memkv.engine.engine import Engine
 from memkv.engine.engines import Engines
-from memkv.engine.limits import pool_bytes
+from memkv.engine.limits import host_bytes, pool_bytes
 from memkv.memory.stored import open_store
 from memkv.model.install import default_models_dir, resolve
 from memkv.model.loader import LoadedModel, load_model
@@ -47,8 +47,9 @@ class Parts:
             store = opened.enter_context(closing(open_store(config)))
             on_progress(f"loading {config.model.model}")
             models = _load_on_each_device(config)
-            pool = pool_bytes(config.engine, [each.device for each in models])
-            config = replace(config, engine=replace(config.engine, pool_bytes=pool))
+            devices = [each.device for each in models]
+            pool, host = pool_bytes(config.engine, devices), host_bytes(config.engine, devices)
+            config = replace(config, engine=replace(config.engine, pool_bytes=pool, host_bytes=host))
             tokenizer = TextTokenizer(models[0].tokenizer)
             cutter = Cutter(tokenizer)
             on_progress(f"loading {config.model.embedder}")

@@ -13,16 +13,25 @@ from memkv.cli.target import Target
 from memkv.sdk.client import MemKV
 
 
-@pytest.mark.parametrize(("setting", "compiles"), [("", False), ("true", True), ("false", False)])
-def test_a_single_command_compiles_only_where_it_is_told_to(
-    setting: str, compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "setting", "expected"),
+    [
+        ("compile", "", False),
+        ("compile", "true", True),
+        ("compile", "false", False),
+        ("host_share", "", 0.0),
+        ("host_share", "0.5", 0.5),
+    ],
+)
+def test_a_single_command_prepares_for_many_only_where_it_is_told_to(
+    name: str, setting: str, expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if setting:
-        monkeypatch.setenv("MEMKV_ENGINE__COMPILE", setting)
+        monkeypatch.setenv(f"MEMKV_ENGINE__{name.upper()}", setting)
     seen: list[Any] = []
     monkeypatch.setattr(MemKV, "local", lambda **given: seen.append(given["config"]) or nullcontext())
     flags = {"store.data_dir": str(tmp_path), "model.model": None, "model.embedder": None}
     with Target("", flags, None).open(Output(quiet=True)):
         pass
-    assert seen[0].engine.compile is compiles
+    assert getattr(seen[0].engine, name) == expected
     assert seen[0].store.data_dir == str(tmp_path)

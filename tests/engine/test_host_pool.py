@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_harness import FAKE_LAYOUT, RandomPrompts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lane_driver import Driver
+from torch import Tensor
 
 from memkv.engine.host_pool import HostChunk, HostPool
 from memkv.engine.residency import ChunkRef
@@ -32,6 +35,20 @@ def kv_of(ref: ChunkRef) -> ChunkKV:
 
 def holds_bytes_of(pool: HostPool, chunk: HostChunk) -> bool:
     return bool((pool.storage.numpy()[chunk.blocks] == kv_of(chunk.ref).rows()).all())
+
+
+def test_a_pool_that_the_system_does_not_pin_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    pool = HostPool(FAKE_LAYOUT, 100 * BLOCK, pinned=True)
+    assert pool.counts().total == 0
+    assert not pool.wants(REFS[0]) and pool.put(REFS[0], kv_of(REFS[0])) is None
 
 
 class HostPoolMachine(RuleBasedStateMachine):
