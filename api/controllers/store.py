@@ -153,7 +153,7 @@ class StoreController(Controller):
     @post(
         "/warm",
         status_code=200,
-        summary="Read a collection's files, so that the system has them in memory",
+        summary="Read a collection's files, and load of its chunks what the engine's memory has room for",
         operation_id="warm",
         response_description=_NOTHING_TO_DO,
         responses=_WORKS,

@@ -46,7 +46,8 @@ MEANING = {
     "engine.compile": "compile the model's layers by torch, on a GPU, in half a minute at the first start; "
     "a single command on a data directory does so only where it is set",
     "engine.continuation_share": "part of the pool that ended exact answers may keep for later ones; 0: none",
-    "engine.warm_share": "part of pool and host memory filled at start with what was mapped most; 0: none",
+    "engine.warm_share": "part of pool and host memory filled at start with what was mapped most, "
+    "and by warming; 0: none",
     "ingest.chunk_tokens": "largest chunk",
     "ingest.prefill": "when chunks are prefilled and kept: eager, on_first_use or after_N_uses",
     "ingest.batch_chunks": "chunks prefilled and published together",

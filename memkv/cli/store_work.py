@@ -60,7 +60,10 @@ def verify(
 @target_options
 @output_options
 def warm(collection: str, dry_run: bool, target: Target, out: Output) -> None:
-    """Read a collection's block files, so that the system has them in memory. Damaged ones are set aside."""
+    """Read a collection's block files, so that the system has them in memory. Damaged ones are set aside.
+
+    A server also loads chunks, up to engine.warm_share of its pool and host memory.
+    """
     with target.open(out, models=False) as client, bar(out, "reading") as progress:
         work = client.store.warm(collection, dry_run=dry_run, on_progress=progress.job)
     _tell_plan(work, "would read" if dry_run else "read", out)

@@ -107,7 +107,7 @@ class Administration:
         return self._queue("verify", "", arguments, request.dry_run, (files, 0, size))
 
     def warm(self, request: StoreCollection) -> StoreWork:
-        """Queues reading a collection's files, so that the system has them in memory.
+        """Queues reading a collection's files and loading what the engine's memory has room for.
 
         Raises `CollectionNotFound`.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -19,7 +19,7 @@ from memkv.errors import DatabaseDamaged, InternalServerError, MemKVError, Store
 from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.replies import stored_problem
 from memkv.store import Store
-from memkv.store.rows import JobRow
+from memkv.store.rows import JobRow, KVFileRow
 from memkv.store.verification import Recomputed, Scrubbed, scrub
 from memkv.wire import StoreProblem as ProblemReply
 from memkv.wire import StoreVerification, StoreVerify
@@ -45,6 +45,8 @@ class Maintenance(BackgroundThread):
     Args:
         recompute: prefills so many chunks again and compares them.
         resume_starved: sees to documents that failed for want of room.
+        preload: loads the chunks of files into the engine's memory, as far as there is room, where a model is
+            open.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Maintenance(BackgroundThread):
         config: StoreConfig,
         recompute: Recompute,
         resume_starved: Callable[[], None],
+        preload: Callable[[Sequence[KVFileRow], Tell], None],
     ) -> None:
         super().__init__("memkv-maintenance", wake=store.jobs.announce)
         self._store = store
         self._config = config
         self._recompute = recompute
         self._resume_starved = resume_starved
+        self._preload = preload
         self.scrubbed = Scrubbed()  # so far
         self._owner = f"pid {os.getpid()}"
 
@@ -137,15 +141,18 @@ class Maintenance(BackgroundThread):
     def _warm(self, job: JobRow) -> dict[str, object]:
         catalog, chunks = self._store.catalog, self._store.chunks
         catalog.collection_by_id(job.tenant, job.collection_id)
-        rows, read = catalog.files_of(job.collection_id), 0
+        rows: list[KVFileRow] = catalog.files_of(job.collection_id)
+        sound: list[KVFileRow] = []
         for done, row in enumerate(rows):
             self._tell(job, "reading", done, len(rows))
             damage = chunks.check(row, full=True)
-            read += damage is None
-            if damage is not None:
+            if damage is None:
+                sound.append(row)
+            else:
                 chunks.set_right(row, damage)
         self._tell(job, "reading", len(rows), len(rows))
-        return {"chunks": read}
+        self._preload(sound, lambda done, total: self._tell(job, "loading", done, total))
+        return {"chunks": len(sound)}
 
     def _tell(self, job: JobRow, stage: str, done: int, total: int) -> None:
         if self.stopping.is_set():

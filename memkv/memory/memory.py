@@ -26,6 +26,7 @@ from memkv.memory.importing import Imported, import_archive
 from memkv.memory.ingestion import Ingestion
 from memkv.memory.metrics import Metric, engine_metrics
 from memkv.memory.parts import Parts
+from memkv.memory.preloading import preload_beside_questions
 from memkv.memory.recomputation import recompute
 from memkv.memory.renewal import reprefill, resume_starved
 from memkv.memory.replies import accepted_reply
@@ -33,7 +34,7 @@ from memkv.memory.retrieval import Retrieval
 from memkv.memory.stored import StoredMemory, require_valid
 from memkv.memory.transfer import Tell
 from memkv.memory.warm_up import WarmUp
-from memkv.store.rows import DEFAULT_TENANT, DocumentRow, NewDocument
+from memkv.store.rows import DEFAULT_TENANT, DocumentRow, KVFileRow, NewDocument
 from memkv.store.verification import Recomputed
 from memkv.text.reader import SourceText, accept_text, clean_question, read_text
 from memkv.wire import (
@@ -306,6 +307,9 @@ class Memory(StoredMemory):
 
     def _recompute(self, count: int, repair: bool, on_progress: Callable[[int, int], None]) -> Recomputed:
         return recompute(self._parts, self._collections, count, repair, on_progress)
+
+    def _preload(self, files: Sequence[KVFileRow], on_progress: Callable[[int, int], None]) -> None:
+        preload_beside_questions(self._parts, self._collections, files, on_progress)
 
     def _now(self, document: DocumentRow) -> DocumentRow | None:
         """A document as its job left it; None where it was deleted meanwhile."""

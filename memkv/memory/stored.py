@@ -26,7 +26,7 @@ from memkv.memory.transfer import Exported, Tell, export_collections, plan_expor
 from memkv.store import Store
 from memkv.store.filters import parse_filter
 from memkv.store.quota import Caps
-from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
+from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, KVFileRow
 from memkv.store.verification import Recomputed
 from memkv.validation import Violation, validate_request
 from memkv.wire import (
@@ -56,7 +56,9 @@ class StoredMemory:
     def __init__(self, config: Config, store: Store) -> None:
         self._config = config
         self._store = store
-        self._maintenance = Maintenance(store, config.store, self._recompute, self._resume_starved)
+        self._maintenance = Maintenance(
+            store, config.store, self._recompute, self._resume_starved, self._preload
+        )
         self.admin = Administration(store, self._drop)
 
     @classmethod
@@ -224,6 +226,9 @@ class StoredMemory:
 
     def _resume_starved(self) -> None:
         """Queues documents again that failed for want of room, as far as there is room now."""
+
+    def _preload(self, files: Sequence[KVFileRow], on_progress: Callable[[int, int], None]) -> None:
+        """Loads chunks into the engine's memory, where there is one."""
 
     def _recompute(self, count: int, repair: bool, on_progress: Callable[[int, int], None]) -> Recomputed:
         raise ConflictError(

@@ -122,7 +122,10 @@ def warm_store(
     wait: bool | float = True,
     on_progress: OnProgress | None = None,
 ) -> Plan[StoreWork]:
-    """Reads a collection's block files, so that the system has them in memory when a question comes."""
+    """Reads a collection's block files, so that the system has them in memory when a question comes.
+
+    Where a model is open, chunks are loaded too, up to `engine.warm_share` of its pool and host memory.
+    """
     wanted = StoreCollection(collection=collection, dry_run=dry_run)
     return (yield from _work(store_requests.start_warm(wanted), wait, on_progress))
 

@@ -11,7 +11,7 @@ import pytest
 
 from memkv.engine.engine import Engine
 from memkv.memory import Memory
-from memkv.wire import CollectionCreate, DocumentCreate, Generation, QueryRequest
+from memkv.wire import CollectionCreate, DocumentCreate, Generation, QueryRequest, StoreCollection
 
 NUM_CHUNKS = 6
 
@@ -188,6 +188,27 @@ def test_warm_up_passes_over_what_is_damaged_or_of_another_model(
     assert memory._store.chunks.stats()["damaged_digest"] == 1 + 2, "found before a question needed it"
     answer = memory.query(question(filter={"number": 2}, policy="map"))
     assert answer.reuse.healed_chunks == 2, "the prefix and the chunk"
+
+
+def test_a_collection_is_loaded_when_that_is_asked_for(cold: Memory) -> None:
+    work = cold.admin.warm(StoreCollection(collection="c"))
+    assert work.job is not None
+    job = cold.wait_job(work.job.id, 60)
+    assert (job.status, job.counts.chunks) == ("succeeded", 1 + NUM_CHUNKS)
+    assert loads(cold) == 1 + NUM_CHUNKS, "the job says that it is done before it is"
+    answer = cold.query(question(policy="map", reuse="strict"))
+    assert answer.usage.cached_tokens and loads(cold) == 1 + NUM_CHUNKS
+
+
+def test_what_is_asked_for_takes_no_more_than_its_share(
+    open_memory: Callable[..., Memory],
+) -> None:
+    six_chunks(open_memory).close()
+    memory = open_memory(engine__warm_share=0.0)
+    work = memory.admin.warm(StoreCollection(collection="c"))
+    assert work.job is not None
+    assert memory.wait_job(work.job.id, 60).status == "succeeded"
+    assert loads(memory) == 0
 
 
 def test_a_memory_closes_in_the_middle_of_its_warm_up(
