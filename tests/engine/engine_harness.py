@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -34,6 +35,17 @@ FAKE_EOS = 999
 def config(**changes: Any) -> EngineConfig:
     values: dict[str, Any] = {"pool_bytes": 20_000_000, "threads": 1, "queue_seconds": 20.0}
     return EngineConfig(**{**values, **changes})
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """A GPU multiplies float32 as such, not as TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import MemorySource, RandomPrompts, config
+from engine_harness import MemorySource, RandomPrompts, config, full_float32
+from transformers import AutoModelForCausalLM
 
 from memkv.bench import random_model as shapes
 from memkv.engine.engine import Engine
@@ -25,6 +27,7 @@ from memkv.model.loader import LoadedModel
 HAS_GPU = torch.cuda.is_available() and cuda.built()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU, or no kernels for it")]
 
+DEVICE = "cuda"
 VOCAB_SIZE = 1000
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -44,10 +47,9 @@ NEAR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # top two logits, between wh
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with pytest.MonkeyPatch.context() as patch:
+    with full_float32(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(shapes.SHAPES, "test", SHAPE)
-        yield shapes.random_model("test", request.param, "cuda")
+        yield shapes.random_model("test", request.param, DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_graphs_give_what_passes_without_them_give(model: LoadedModel, engine: E
 @torch.inference_mode()
 def expected_logits(model: LoadedModel, request: GenerateRequest, result: GenerationResult) -> torch.Tensor:
     """transformers', behind the prompt and each token of the answer but the last."""
-    row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]], device="cuda")
+    row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]], device=DEVICE)
     model.module.set_attn_implementation("sdpa")
     try:
         with uncompiled(model):
@@ -124,20 +126,61 @@ def test_the_engine_gives_what_transformers_gives(model: LoadedModel, engine: En
     assert error <= (2e-2 if model.module.dtype == torch.float32 else 0.1) * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("policy", [Exact(), Select(0.4)])
-def test_in_float32_throughout_the_tokens_are_transformers(model: LoadedModel, policy: ReusePolicy) -> None:
+@pytest.mark.parametrize(("policy", "num_chunks"), [(Exact(), 4), (Exact(), 1), (Select(0.4), 1)])
+def test_in_float32_throughout_the_tokens_are_transformers(
+    model: LoadedModel, policy: ReusePolicy, num_chunks: int
+) -> None:
     """The reference kernels, which run without graphs. Of a prompt of one chunk, any policy is exact."""
     if model.module.dtype != torch.float32:
         pytest.skip("a model in float32 only")
     prompts, source = RandomPrompts(VOCAB_SIZE, seed=5), MemorySource()
     with Engine(model, "float32", config()) as engine:
         for request in requests_of(prompts, 6):
-            request = replace(request, chunks=request.chunks[:1], pieces=(), policy=policy)
+            request = replace(request, chunks=request.chunks[:num_chunks], pieces=(), policy=policy)
             result = engine.generate(request, source).result(120)
             expected = expected_logits(model, request, result)
             assert result.logits is not None
             assert float((result.logits - expected).abs().max()) <= 1e-3
             assert result.token_ids == expected.argmax(dim=-1).tolist()
+
+
+@torch.inference_mode()
+def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(model: LoadedModel, engine: Engine) -> None:
+    """The same weights in float32 on the CPU say what is right."""
+    if model.module.dtype != torch.bfloat16:
+        pytest.skip("a model in bfloat16 only")
+    shape = copy.deepcopy(model.module.config)  # which says whose attention it is
+    oracle = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa").eval()
+    oracle.load_state_dict(model.module.state_dict())
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=8), MemorySource()
+    ours, theirs = [], []
+    for request in requests_of(prompts, 8):
+        request = replace(request, policy=Exact())
+        result = engine.generate(request, source).result(120)
+        row = torch.tensor([request.prompt_ids.tolist() + result.token_ids[:-1]])
+        right = oracle(row, use_cache=False, logits_to_keep=NEW_TOKENS).logits[0]
+        assert result.logits is not None
+        ours.append(result.logits.cpu() - right)
+        theirs.append(expected_logits(model, request, result).cpu() - right)
+        drawn = right.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert float((right.max(dim=1).values - drawn).max()) <= NEAR[torch.bfloat16], "not one of the best"
+    error, its = (float(torch.cat(errors).square().mean().sqrt()) for errors in (ours, theirs))
+    assert 0.0 < error <= 1.5 * its
+
+
+def test_64_at_once_give_the_very_tokens_that_they_give_alone_in_float32_throughout(
+    model: LoadedModel,
+) -> None:
+    if model.module.dtype != torch.float32:
+        pytest.skip("a model in float32 only")
+    prompts, source = RandomPrompts(VOCAB_SIZE, seed=9), MemorySource()
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    requests = [replace(request, sampling=sampling) for request in requests_of(prompts, 64)]
+    with Engine(model, "float32", config(pool_bytes=400_000_000)) as engine:
+        alone = [engine.generate(request, source).result(120).token_ids for request in requests]
+        together = [engine.generate(request, source) for request in requests]
+        assert [generation.result(120).token_ids for generation in together] == alone
+        engine.check_integrity()
 
 
 def test_64_at_once_give_what_they_give_alone(model: LoadedModel, engine: Engine) -> None:

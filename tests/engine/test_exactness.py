@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import MemorySource, RandomPrompts, config
+from engine_harness import MemorySource, RandomPrompts, config, full_float32
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -24,7 +24,7 @@ from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import Exact, Head, Map, ReusePolicy, Select, parse_policy
 from memkv.engine.sampler import Sampling
 from memkv.engine.steps import _Sampled
-from memkv.model.loader import LoadedModel
+from memkv.model.loader import LoadedModel, load_model
 
 # its name changes between the versions of transformers that are served
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -39,15 +39,27 @@ FAMILIES = ("llama", "llama-mha", "llama-yarn", "ministral", "smollm3", "gemma2"
 Setup = tuple[Engine, PreTrainedModel]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, load_tiny: Callable[[str], LoadedModel]) -> Iterator[Setup]:
-    with Engine(load_tiny(request.param), "float32", config(), poison=True) as engine:
-        yield engine, tiny_model(request.param)
-        engine.check_integrity()
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+PLACES = [
+    *(pytest.param((family, "cpu"), id=family) for family in FAMILIES),
+    *(pytest.param((family, "cuda"), id=f"{family}-gpu", marks=ON_A_GPU) for family in FAMILIES),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def tiny(request: pytest.FixtureRequest, tiny_model_dir: Callable[[str], Path]) -> Iterator[Setup]:
+    """An engine on a device, and transformers on the CPU."""
+    family, device = request.param
+    with full_float32():
+        model = load_model(str(tiny_model_dir(family)), dtype="float32", device=device)
+        with Engine(model, "float32", config(compile=False), poison=True) as engine:
+            yield engine, tiny_model(family)
+            engine.check_integrity()
 
 
 def generate(engine: Engine, source: MemorySource, request: GenerateRequest) -> GenerationResult:
-    return engine.generate(request, source).result(120)
+    result = engine.generate(request, source).result(120)
+    return result if result.logits is None else replace(result, logits=result.logits.cpu())
 
 
 def request_of(
