@@ -36,6 +36,7 @@ def config_for(model: str, embedder: str, data_dir: str) -> Config:
         "model.model": model,
         "model.embedder": embedder,
         "engine.pool_bytes": 100_000_000,
+        "engine.host_share": 0.0,
         "ingest.chunk_tokens": 64,
         "query.max_tokens": 4,
         "server.port": 0,

@@ -86,9 +86,10 @@ def engine(shape: str | None, rounds: int | None, target: Target, out: Output) -
     """First tokens by context, policy and tier, decode by batch, ingest: an engine against its peers.
 
     From the request to the token on the host, without retrieval. Beside it a full prefill by the same engine,
-    transformers, and what memory and disk give, all in one run. Stages, to scale: q queued, l loading chunks
-    (or handing their copies to the device), k looking, c computing. Contexts go up to 128k tokens on a GPU,
-    1k elsewhere. Works in a temporary directory, inside --data-dir where that is given.
+    transformers, for decode its continuous batching too, and what memory and disk give, all in one run.
+    Stages, to scale: q queued, l loading chunks (or handing their copies to the device), k looking, c
+    computing. Where chunks come from host memory or disk, a timeline shows what overlaps. Contexts go up to
+    128k tokens on a GPU, 1k elsewhere. Works in a temporary directory, inside --data-dir where that is given.
     """
     log_warnings_to_stderr()
     with steps(out) as tell:

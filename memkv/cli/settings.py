@@ -35,7 +35,7 @@ MEANING = {
     "kv.block_size": "tokens in a block: 8, 16 or 32",
     "engine.pool_bytes": "memory for blocks; 0: most of what a GPU has left beside the model, 2 GB on a CPU",
     "engine.host_bytes": "pinned host memory for chunks that a GPU's pool has no room for, for each GPU; "
-    "0: as engine.host_share says",
+    "torch takes the next power of two; 0: as engine.host_share says",
     "engine.host_share": "part of the machine's free memory, up to 16 GiB, taken for the chunks of its GPUs "
     "where engine.host_bytes is 0, on a CPU none; a single command on a data directory takes it only "
     "where it is set",

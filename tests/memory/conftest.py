@@ -45,6 +45,7 @@ def open_memory(tmp_path: Path, minilm: Path, tiny_model_dir: Callable[[str], Pa
             "model.model": str(tiny_model_dir("llama")),
             "model.embedder": str(minilm),
             "engine.pool_bytes": "64M",
+            "engine.host_share": 0.0,
             "engine.threads": 1,
         }
         values.update({key.replace("__", "."): value for key, value in flags.items()})
@@ -69,6 +70,7 @@ def smol_memory(tmp_path_factory: pytest.TempPathFactory, smollm2: Path, minilm:
             "model.embedder": str(minilm),
             "kv.dtype": "float32",
             "engine.pool_bytes": "1G",
+            "engine.host_share": 0.0,
         },
         env={},
     )
