@@ -84,6 +84,11 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
         for state in ("free", "cached", "pinned", "private")
     }
     yield Metric("memkv_pool_blocks", "blocks of the pool by state", "gauge", blocks, "state")
+    hosts = [lane.host_blocks for lane in lanes]
+    held, cached = sum(host.held for host in hosts), sum(host.cached for host in hosts)
+    free = sum(host.total for host in hosts) - held - cached
+    host_blocks = {"free": free, "cached": cached, "held": held}
+    yield Metric("memkv_host_pool_blocks", "blocks of the host pool by state", "gauge", host_blocks, "state")
     for name in ("waiting", "loading", "running", "jobs", "kept_blocks"):
         yield _gauge(f"engine_{name}", f"{name} of the engine", sum(getattr(lane, name) for lane in lanes))
     healed = sum(lane.healed_chunks for lane in lanes)
