@@ -64,12 +64,13 @@ class Transformers:
         ways = {"transformers": self._generate_ms, "continuous_batching": self._continuous_batching_ms}
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
+        self._free_memory()
         for name, way in ways.items():
-            self._free_memory()
             try:
                 found[name] = way(batch, context, min(steps, _DECODE_STEPS))
             except Exception as error:  # noqa: BLE001  # a peer's failure is a finding
                 failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._free_memory()
         return found, failed
 
     @torch.inference_mode()
