@@ -20,7 +20,13 @@ from fault_life import NAME, check_answer, replace_bytes
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
 from small_disk import fill, resize, small_disk, used
 
-from memkv.errors import ContextTooLong, FingerprintMismatch, InsufficientStorageError, StoreLocked
+from memkv.errors import (
+    ContextTooLong,
+    FingerprintMismatch,
+    InsufficientStorageError,
+    ServiceUnavailableError,
+    StoreLocked,
+)
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory import Memory, collections
 from memkv.store import block_directory, durable_files
@@ -163,6 +169,34 @@ def test_vllm_54363_checksums_are_on_by_default(memory: Memory) -> None:
             assert time.monotonic() < deadline, "what was healed is not kept"
             time.sleep(0.002)
         [row] = healed
+
+
+def test_vllm_57912_a_read_that_hangs_fails_its_question_alone(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fault_config(str(data_dir), **{"engine.queue_seconds": 1.0})
+    with fake_models(), Memory.open(config) as memory:
+        memory.create_collection(CollectionCreate(name=NAME))
+        ingest(memory, "hung", [1])
+        ingest(memory, "d", [2])
+        hung = path_of(memory, rows_of(memory, "hung")[0]).stat().st_ino
+        plain, go_on = durable_files._read_into, threading.Event()
+
+        def slowly(fd: int, buffer: bytearray) -> int:
+            if os.fstat(fd).st_ino == hung:
+                go_on.wait(30)
+            return plain(fd, buffer)
+
+        drop_resident(memory)
+        with monkeypatch.context() as slow:
+            slow.setattr(durable_files, "_read_into", slowly)
+            started = time.monotonic()
+            with pytest.raises(ServiceUnavailableError, match="could not be read within 1 seconds"):
+                ask(memory, 1)
+            assert time.monotonic() - started < 10.0
+            assert ask(memory, 2) == ([2], 0)
+            go_on.set()
+        assert ask(memory, 1) == ([1], 0)
 
 
 def test_lmcache_1034_pins_are_released_whichever_way_a_question_ends(memory: Memory) -> None:
