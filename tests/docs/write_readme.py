@@ -105,13 +105,19 @@ def block_format() -> str:
 
 
 def faults() -> str:
-    """The kept results of the fault campaign, a figure a line."""
-    found = {(each["figure"], each["database"]): each for each in json.loads(FAULTS.read_text())}
+    """The kept results of the fault campaign, a figure with all its parts a line."""
+    results = json.loads(FAULTS.read_text())
     rows = []
-    for figure in dict.fromkeys(figure for figure, _ in found):
-        of = [found.get((figure, database), {}) for database in ("sqlite", "postgresql")]
-        cells = [f"{each['runs']:,} | {each['violations']}" if "runs" in each else " | " for each in of]
-        controls = [seen for each in of for seen in each.get("controls", {}).values()]
+    for figure in dict.fromkeys(each["figure"].partition(":")[0] for each in results):
+        parts = [each for each in results if each["figure"].partition(":")[0] == figure and "runs" in each]
+        of = [[each for each in parts if each["database"] == name] for name in ("sqlite", "postgresql")]
+        cells = [
+            f"{sum(each['runs'] for each in some):,} | {sum(each['violations'] for each in some)}"
+            if some
+            else " | "
+            for some in of
+        ]
+        controls = [seen for each in parts for seen in each["controls"].values()]
         noticed = f"{sum(controls)} of {len(controls)}"
         rows.append(f"| {figure} | {' | '.join(cells)} | {noticed} |")
     return "\n".join(

@@ -22,6 +22,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(HERE.parent)]
 
+from fault_closed import CLOSED  # noqa: E402
+from fault_life import PIECES  # noqa: E402
 from fault_place import POSTGRESQL, SQLITE, Outcome, Place, Unavailable  # noqa: E402
 from figure_damage import damaged_blocks, damaged_indexes  # noqa: E402
 from figure_disk import full_disk, power_cuts  # noqa: E402
@@ -46,8 +48,14 @@ class Figure:
 
 
 FIGURES = {
-    "G1 kill at every call": Figure(kill_everywhere, {}),
-    "G1 of copies": Figure(kill_closed, {}),
+    **{
+        f"G1 kill at every call: {piece}": Figure(functools.partial(kill_everywhere, pieces=(piece,)), {})
+        for piece in PIECES
+    },
+    **{
+        f"G1 of copies: {piece}": Figure(functools.partial(kill_closed, pieces=(piece,)), {})
+        for piece in CLOSED
+    },
     "G1 random kills": Figure(random_kills, {"kills": 500}),
     "G2 power cuts": Figure(power_cuts, {"cuts": 500}),
     "G3 damaged block files": Figure(
@@ -115,9 +123,10 @@ def keep(found: dict[str, Any]) -> None:
     build.mkdir(exist_ok=True)
     with (build / "results.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [each for each in kept_results() if not _is_of(each, found["figure"], found["database"])]
+        kept = [each for each in kept_results() if not _is_of(each, found["figure"], found["database"])]
         results = sorted(
-            [*others, found], key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE)
+            (each for each in [*kept, found] if each["figure"] in order),
+            key=lambda each: (order.index(each["figure"]), each["database"] != SQLITE),
         )
         fresh = RESULTS.with_suffix(".new")
         fresh.write_text(json.dumps(results, indent=1) + "\n")

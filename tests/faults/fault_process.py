@@ -191,6 +191,7 @@ def main() -> None:
                 status = _run_child(request)
                 sys.stderr.flush()
                 os._exit(status)
+            statuses.pop(child, None)  # of an earlier process of the same number
             reply = {"pid": child}
         else:
             reply = {}

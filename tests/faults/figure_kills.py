@@ -31,11 +31,11 @@ def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = 
     return outcome
 
 
-def kill_closed(place: Place, *, stride: int = 1) -> Outcome:
+def kill_closed(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(CLOSED)) -> Outcome:
     """The same of backup, restore and downgrade."""
     if place.database != SQLITE:
         raise Unavailable("PostgreSQL's own programs write and read its copies")
-    return kill_everywhere(place, stride=stride, pieces=tuple(CLOSED))
+    return kill_everywhere(place, stride=stride, pieces=pieces)
 
 
 def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) -> int:

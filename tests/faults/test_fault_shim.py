@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fault_model import FakeRunner, fake_model, text_tokenizer
-from fault_process import HERE, build_shim
+from fault_process import HERE, SIGKILLED, Nursery, build_shim
 
 CALLS = (
     "write,pwrite64,fsync,fdatasync,rename,link,linkat,unlink,unlinkat,mkdir,rmdir,ftruncate,fallocate,fchmod"
@@ -90,3 +90,19 @@ def test_a_note_is_one_token() -> None:
     assert text_tokenizer().encode(" 0042")[0] in ids
     assert len(text_tokenizer().encode(" 0042")) == 1
     assert len(text_tokenizer().encode("#0042")) > 1
+
+
+def test_a_number_that_comes_again_is_another_process(tmp_path: Path) -> None:
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    with Nursery(tmp_path) as nursery:
+        ended = nursery.start("gc:collect")
+        assert ended.wait() == 0
+        try:
+            last.write_text(str(ended.pid - 1))
+        except OSError:
+            pytest.skip("process numbers cannot be chosen here")
+        again = nursery.start("signal:pause")
+        if again.pid != ended.pid:
+            pytest.skip("another process took the number")
+        assert again.poll() is None
+        assert again.kill() == SIGKILLED
