@@ -98,7 +98,8 @@ def run_figure(name: str, place: Place, scale: float) -> dict[str, Any]:
     except Unavailable as error:
         return {**found, "skipped": str(error)}
     except (AssertionError, TimeoutError) as error:  # a server that does not start, a process that hangs
-        outcome = Outcome(violations=[f"{type(error).__name__}: {error}"])
+        found_out = f"{type(error).__name__}: {error}"
+        outcome = Outcome(violations=[found_out], control_detected={"not come to": False})
     return {
         **found,
         "runs": outcome.runs,
@@ -179,8 +180,8 @@ def _run_all(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> No
                 continue
             print(f"{name}, {database} ...", flush=True)
             found = run_figure(name, place_for(database), asked.scale)
-            keep(found)
             print(json.dumps(found), flush=True)
+            keep(found)
 
 
 if __name__ == "__main__":

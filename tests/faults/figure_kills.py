@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from fault_closed import CLOSED
 from fault_life import DAMAGED, LIVED_ON, PIECES
@@ -15,13 +16,14 @@ _CONTROLS = {  # protection off -> the piece that must notice
     "restore_forgets_the_log": "restore",
 }
 
+_KILLS_A_STORE = 60
+
 
 def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(PIECES)) -> Outcome:
     """Every `stride`-th call."""
     outcome = Outcome()
     for piece in pieces:
-        with place.store() as stage:
-            killed = _kill_piece(stage, piece, stride, outcome.violations)
+        killed = _kill_piece(place, piece, stride, outcome.violations)
         outcome.runs += killed
         outcome.notes[piece] = killed
     for weakness, piece in _CONTROLS.items():
@@ -38,29 +40,44 @@ def kill_closed(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tupl
     return kill_everywhere(place, stride=stride, pieces=pieces)
 
 
-def _kill_piece(stage: Stage, piece: str, stride: int, violations: list[str]) -> int:
-    """Kills later and later until the piece comes to its end; every kill meets what the last one left."""
+def _kill_piece(place: Place, piece: str, stride: int, violations: list[str]) -> int:
+    """Kills later and later until the piece comes to its end.
+
+    A store serves for some kills, for it grows with each: what a compaction has to do would never end.
+    """
+    calls = itertools.count(1, stride)
+    for stores in itertools.count():
+        with place.store() as stage:
+            killed = _kill_on(stage, piece, itertools.islice(calls, _KILLS_A_STORE), violations)
+        if killed < _KILLS_A_STORE or len(violations) > 20:
+            return stores * _KILLS_A_STORE + killed
+    raise AssertionError("bug: counting ends")
+
+
+def _kill_on(stage: Stage, piece: str, calls: Iterable[int], violations: list[str]) -> int:
+    """Every kill meets what the last one left; returns how many there were until the piece ended."""
     stage.prepare(piece, 0)
     how = {"damaged": piece in DAMAGED, "downgraded": piece == "downgrade", "unharmed": piece != "start"}
-    for killed in itertools.count():
-        at = 1 + killed * stride
+    killed = at = 0
+    for at in calls:
         if piece in LIVED_ON:  # one process checks what the last kill left and meets the next one
             checked = stage.check_and_live(piece, killed, at, **how)
+            is_killed = checked.killed
             violations += [f"{piece}, before call {at}: {each}" for each in checked.found]
-            is_last = not checked.killed
         else:
             status = stage.nursery.run(
                 "fault_life:live", **stage.arguments, piece=piece, round_=killed, at=at
             )  # fmt: skip
-            is_last = status != SIGKILLED
+            is_killed = status == SIGKILLED
             if status not in (0, SIGKILLED):
                 violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
-        if is_last or piece not in LIVED_ON:
-            found = stage.check(piece, killed + 1, **how)
-            violations += [f"{piece}, call {at}: {each}" for each in found]
-        if is_last or len(violations) > 20:
-            return killed
-    raise AssertionError("bug: counting ends")
+            violations += [f"{piece}, call {at}: {each}" for each in stage.check(piece, killed + 1, **how)]
+        if not is_killed or len(violations) > 20:
+            break
+        killed += 1
+    if piece in LIVED_ON:
+        violations += [f"{piece}, call {at}: {each}" for each in stage.check(**how)]
+    return killed
 
 
 def _is_noticed(place: Place, weakness: str, piece: str) -> bool:

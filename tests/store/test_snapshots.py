@@ -31,8 +31,10 @@ def test_a_store_comes_back_as_it_was(
     store = open_store()
     row = store.catalog.create_collection(T, new_collection())
     ingest(store, row, "before\nboth", external_id="a")
+    plan = store.snapshots.plan()
     made = store.snapshots.create()
     assert (made.kv_files, made.generation) == (2, store.catalog.generation())
+    assert (plan.id, plan.kv_files, plan.kv_bytes) == ("", made.kv_files, made.kv_bytes)
     assert store.snapshots.list() == [made]
     store.delete_document(T, row.id, "a")
     ingest(store, row, "after\nboth", external_id="b")
@@ -41,6 +43,10 @@ def test_a_store_comes_back_as_it_was(
         restore_snapshot(data_dir, database_url, made.id)
     store.close()
 
+    assert restore_snapshot(data_dir, database_url, made.id, dry_run=True) == made
+    with open_store() as store:
+        row = store.catalog.get_collection(T, "papers")
+        assert sorted(found_texts(store, row, "x")) == ["after", "both"]
     assert restore_snapshot(data_dir, database_url, made.id) == made
     store = open_store()
     row = store.catalog.get_collection(T, "papers")
