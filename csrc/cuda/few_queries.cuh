@@ -42,7 +42,7 @@ struct FewQueries {
   static constexpr int kWeightTerms = kTerms == 3 ? 3 : 1;
   // Fragments on their way: as many as registers are left for.
   static constexpr int kAtOnce = kTiles * kSteps > 16 || (kSteps > 8 && kTerms == 3) ? 1
-                                 : kTiles* kSteps > 8                                ? 4
+                                 : kTiles * kSteps > 8                               ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
   static constexpr bool kCopiesTurn = kTiles * kSteps <= 16;  // the first, where registers allow
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   using Loop = FewQueries<T, kHeadDim, kTiles, kTerms>;
   using Numbers = Packed<T>;
   constexpr int kSteps = Loop::kSteps, kWeightTerms = Loop::kWeightTerms;
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
   const int block_size = call.cache.block_size, stage_tokens = work.shape.stage_tokens;
   const int num_warps = blockDim.x / 32, num_stages = work.stages;

@@ -91,23 +91,48 @@ auto many_kernel(int block_size) {
                             : many_queries_kernel<T, kHeadDim, 32, kMass>;
 }
 
+// The two forms of the loop of many rows; which of them a kernel was compiled to is known by how many
+// threads it takes, or, of a work, by its warps.
+template <typename T, int kHeadDim, bool kMass>
+struct ManyLaunch {
+  using Together = ManyQueries<T, kHeadDim, kMass, true>;
+  using Apart = ManyQueries<T, kHeadDim, kMass, false>;
+
+  template <typename Form>
+  static LoopShape shape_of(int workers_at_once) {
+    return {Form::kRows, Form::kTokens, Form::kWarps, Form::kStages, workers_at_once};
+  }
+
+  static LoopShape shape(int block_size) {
+    const auto kernel = many_kernel<T, kHeadDim, kMass>(block_size);
+    cudaFuncAttributes code{};
+    cudaFuncGetAttributes(&code, kernel);
+    cudaGetLastError();  // a kernel that has no code for this device: no threads
+    const bool together = code.maxThreadsPerBlock == Together::kThreads && code.ptxVersion >= 90;
+    if (together) {
+      return shape_of<Together>(workers(kernel, Together::kThreads, Together::kBytes));
+    }
+    // A GPU that has no code of its own runs that of an older one, which may be empty.
+    const bool empty = code.ptxVersion < 90 && Apart::kBytes > kSharedBytesBefore90;
+    return shape_of<Apart>(empty ? 0 : workers(kernel, Apart::kThreads, Apart::kBytes));
+  }
+
+  static void launch(const Attention& call, const Work& work, cudaStream_t stream) {
+    const auto kernel = many_kernel<T, kHeadDim, kMass>(call.cache.block_size);
+    const bool together = work.warps == Together::kWarps && work.stages == Together::kStages;
+    kernel<<<work.grid,
+             together ? Together::kThreads : Apart::kThreads,
+             together ? Together::kBytes : Apart::kBytes,
+             stream>>>(call, work);
+  }
+};
+
 template <typename T, int kHeadDim>
 LoopShape loop_shape_of(
     Loop loop, int block_size, int tile_rows, bool exact, int warps, int stages) {
-  using Many = ManyQueries<T, kHeadDim>;
   const int stage_tokens = block_size < 16 ? 16 : block_size;
-  if (loop == Loop::kMany) {
-    const auto kernel = many_kernel<T, kHeadDim, false>(block_size);
-    // A GPU that has no code of its own runs that of an older one, which may be empty.
-    cudaFuncAttributes code{};
-    cudaFuncGetAttributes(&code, kernel);
-    const bool empty = code.ptxVersion < 90 && Many::kBytes > kSharedBytesBefore90;
-    return {kManyRows,
-            Many::kTokens,
-            kManyWarps,
-            Many::kStages,
-            empty ? 0 : workers(kernel, kManyThreads, Many::kBytes)};
-  }
+  if (loop == Loop::kMany) return ManyLaunch<T, kHeadDim, false>::shape(block_size);
+  if (loop == Loop::kManyMass) return ManyLaunch<T, kHeadDim, true>::shape(block_size);
   if (exact) return FewLaunch<T, kHeadDim, 1, 3>::shape(stage_tokens, warps, stages);
   return tile_rows == 8 ? FewLaunch<T, kHeadDim, 1, 2>::shape(stage_tokens, warps, stages)
                         : FewLaunch<T, kHeadDim, 2, 2>::shape(stage_tokens, warps, stages);
@@ -121,10 +146,8 @@ void attend_of(const Attention& call,
                bool exact,
                bool overlap,
                cudaStream_t stream) {
-  if (loop == Loop::kMany) {
-    const auto kernel = many_kernel<T, kHeadDim, kMass>(call.cache.block_size);
-    if (kMass) prefer_shared_memory(kernel);
-    kernel<<<work.grid, kManyThreads, ManyQueries<T, kHeadDim>::kBytes, stream>>>(call, work);
+  if (loop != Loop::kFew) {
+    ManyLaunch<T, kHeadDim, kMass>::launch(call, work, stream);
   } else if (exact) {
     FewLaunch<T, kHeadDim, 1, 3>::template launch<kMass>(call, work, overlap, stream);
   } else if (work.shape.tile_rows == 8) {

@@ -33,11 +33,33 @@ __device__ __forceinline__ Fragment load_matrices(uint32_t address) {
   return f;
 }
 
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 // The transpose of an 8 x 8 matrix that lies across the warp.
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// threadIdx.x % 32 and gridDim.x, found anew wherever they are asked for: what follows from them takes
+// no registers in between.
+__device__ __forceinline__ int lane_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+__device__ __forceinline__ int blocks_again() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
 }
 
 // Adds 1. What this block of threads wrote before its barrier is seen by whoever reads a later
@@ -146,6 +168,18 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
                : "memory");
+}
+// Without a branch, which products under way may not cross.
+__device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      ".reg .pred does;\n"
+      "setp.ne.b32 does, %1, 0;\n"
+      "@does mbarrier.arrive.shared::cta.b64 state, [%0];\n"
+      "}" ::"r"(barrier),
+      "r"(int(does))
+      : "memory");
 }
 // Arrives once the copy_async_16() of this thread so far are done.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {

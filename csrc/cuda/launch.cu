@@ -56,7 +56,7 @@ void lay_out(Arrays& arrays,
              const PackedSize& packed) {
   work.header = arrays.take<WorkHeader>(1);
   work.tiles = arrays.take<QueryTile>(max_tiles);
-  work.unit_begin = arrays.take<int32_t>(max_tiles + 1);
+  work.unit_begin = arrays.take<int32_t>(max_tiles);
   work.runs = arrays.take<StageRun>(max_runs);
   work.ranges = arrays.take<RangeStart>(work.shape.max_ranges);
   work.arrived = arrays.take<int32_t>(max_tiles * work.shape.num_kv_heads);

@@ -14,8 +14,9 @@ using Stream = uintptr_t;  // cudaStream_t
 
 bool built();
 
-// Which loop: tiles of 8 or 16 rows for decode, of 128 for prefill and questions.
-enum class Loop : int { kFew = 0, kMany = 1 };
+// Which loop: tiles of 8 or 16 rows for decode, of 128 and more for prefill and questions. Block mass
+// of many rows has tiles of its own.
+enum class Loop : int { kFew = 0, kMany = 1, kManyMass = 2 };
 
 struct LoopShape {
   int32_t tile_rows;
@@ -83,8 +84,8 @@ void attend(
     const Attention& call, const Work& work, Loop loop, bool exact, bool overlap, Stream stream);
 // Finishes the rows of a work whose sequences share blocks, once it and the work of groups attended.
 void join_shared(const Attention& call, const Work& work, Stream stream);
-// For the rows that attend() was called for, with the same work: call.lse is read, call.block_mass
-// written.
+// For rows that attend() was called for; with the same work where that is of few rows, else with one
+// of Loop::kManyMass: call.lse is read, call.block_mass written.
 void add_block_mass(const Attention& call, const Work& work, Loop loop, bool exact, Stream stream);
 
 // target[target_ids[i]] = source[source_ids[i]]; null ids count up from 0.

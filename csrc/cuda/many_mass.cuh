@@ -1,8 +1,8 @@
 // What the rows of a tile of many_queries.cuh give to each block of a stage: sums of their weights.
 //
 //     a lane      adds up its tokens of a block; four lanes have a row
-//     a warp      keeps the sums of its 16 rows, where V of the stages would be
-//     all warps   after kKept stages add up rows of the same head, a warp for each stage
+//     a warp      keeps the sums of its 16 rows
+//     all warps   after kKept stages add up rows of the same head, a warp for a stage and a head
 //
 // Everything is added in float32, in one order.
 #pragma once
@@ -12,28 +12,23 @@
 
 namespace memkv::cuda {
 
-template <typename T, int kHeadDim, int kBlockSize>
+template <typename Loop, int kBlockSize>
 class StageMass {
-  using Loop = ManyQueries<T, kHeadDim>;
   static constexpr int kTokens = Loop::kTokens, kBlocks = kTokens / kBlockSize;
-  static constexpr int kKept = 2 * Loop::kStages;    // stages: two where V of each would be
-  static constexpr int kRowFloats = kManyRows + 16;  // of a block: two blocks share no bank
-  static constexpr int kSumBytes = kBlocks * kRowFloats * 4;
-  static_assert(kKept <= kManyWarps);
-  static_assert(2 * kSumBytes <= Loop::kValueBytes);
+  static constexpr int kRowFloats = Loop::kRowFloats;
 
  public:
   __device__ __forceinline__ StageMass(const Attention& call,
                                        const Work& work,
                                        const QueryTile& tile,
                                        int kv_head,
-                                       unsigned char* ring,
+                                       unsigned char* shared,
                                        const Team& team)
       : call_(call),
         work_(work),
         tile_(tile),
         kv_head_(kv_head),
-        ring_(ring),
+        sums_(reinterpret_cast<float*>(shared + Loop::kSumsAt)),
         team_(team),
         kept_(0),
         block_{} {}
@@ -50,12 +45,12 @@ class StageMass {
 
   // block: of the stage, lane % kBlocks.
   __device__ __forceinline__ void begin_stage(const StageBlock& block) {
-    if (kept_ == kKept) {
+    if (kept_ == Loop::kKept) {
       finish();
       team_.sync();
       kept_ = 0;
     }
-    if (kept_ == int(threadIdx.x / 32)) block_ = block;
+    if (kept_ == int(threadIdx.x / 32) % Loop::kKept) block_ = block;
     ++kept_;
   }
 
@@ -102,18 +97,24 @@ class StageMass {
   // Writes what was kept.
   __device__ __forceinline__ void finish() const {
     team_.sync();
-    const int warp = threadIdx.x / 32, group = work_.shape.group;
-    if (warp >= kept_) return;
-    if (block_.num_tokens == 0) return;
-    static_assert(32 % kBlocks == 0);
-    const float* const sums = sums_of(warp) + threadIdx.x % kBlocks * kRowFloats;
-    for (int head = threadIdx.x % 32 / kBlocks; head < group; head += 32 / kBlocks) {
+    const int warp = threadIdx.x / 32, stage = warp % Loop::kKept, group = work_.shape.group;
+    if (stage >= kept_) return;
+    constexpr int kParts = 32 / kBlocks;  // lanes that add up rows of a block
+    static_assert(Loop::kWarps % Loop::kKept == 0 && 32 % kBlocks == 0);
+    const int part = threadIdx.x % 32 / kBlocks;
+    const float* const sums = sums_of(stage) + threadIdx.x % kBlocks * kRowFloats;
+    for (int head = warp / Loop::kKept; head < group; head += Loop::kWarps / Loop::kKept) {
       float all = 0.0f;
+      const int first = (head + group - tile_.first_head) % group;
 #pragma unroll 4
-      for (int row = (head + group - tile_.first_head) % group; row < tile_.num_rows;
-           row += group) {
+      for (int row = first + part * group; row < tile_.num_rows; row += kParts * group) {
         all += sums[row];
       }
+#pragma unroll
+      for (int across = kBlocks; across < 32; across *= 2) {
+        all += __shfl_xor_sync(kAllLanes, all, across);
+      }
+      if (part != 0 || block_.num_tokens == 0) continue;
       const int64_t plane = int64_t{tile_.index} * call_.num_heads;
       call_.block_mass[(plane + kv_head_ * group + head) * call_.plan.num_entries + block_.entry] =
           all;
@@ -122,18 +123,17 @@ class StageMass {
 
  private:
   __device__ __forceinline__ float* sums_of(int kept) const {
-    return reinterpret_cast<float*>(ring_ + kept % Loop::kStages * Loop::kStageBytes +
-                                    Loop::kKeyBytes + kept / Loop::kStages * kSumBytes);
+    return sums_ + kept * (Loop::kSumBytes / 4);
   }
 
   const Attention& call_;
   const Work& work_;
   const QueryTile& tile_;
   int kv_head_;
-  unsigned char* ring_;
+  float* sums_;
   const Team& team_;
   int kept_;          // stages, this one included
-  StageBlock block_;  // of this warp's stage
+  StageBlock block_;  // of the stage that this warp adds up
 };
 
 }  // namespace memkv::cuda

@@ -42,8 +42,8 @@ __device__ void plan_tile(const StepPlan& plan, const Work& work, int64_t sequen
   const int lane = threadIdx.x % 32;
   const int32_t first_token = plan.query_start[sequence];
   const int32_t num_rows = num_tokens_of(plan, sequence) * shape.group;
-  const int32_t first_row = tile * shape.tile_rows;
-  const int32_t rows = min(shape.tile_rows, num_rows - first_row);
+  const int32_t most_rows = rows_of_tiles(shape, num_rows), first_row = tile * most_rows;
+  const int32_t rows = min(most_rows, num_rows - first_row);
   int32_t least = INT32_MAX, most = 0;
   for (int32_t token = first_row / shape.group + lane;
        token <= (first_row + rows - 1) / shape.group;

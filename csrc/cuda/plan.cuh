@@ -36,38 +36,34 @@ inline __device__ int32_t block_scan(int32_t x, int32_t& total) {
 inline __device__ void cut_into_ranges(const Work& work, int32_t num_tiles) {
   const WorkShape& shape = work.shape;
 
-  // Units end to end.
-  int32_t length = 0, num_blind = 0;
+  // Units of a kv head end to end.
+  int32_t of_head = 0, num_blind = 0;
   for (int32_t base = 0; base < num_tiles; base += kPlanThreads) {
     const int32_t tile = base + threadIdx.x;
     const int32_t own = tile < num_tiles ? work.tiles[tile].unit_length : 0;
     int32_t all, blind;
-    const int32_t before = block_scan(own * shape.num_kv_heads, all);
+    const int32_t before = block_scan(own, all);
     block_scan(tile < num_tiles && own == 0, blind);
-    if (tile < num_tiles) work.unit_begin[tile] = length + before;
-    length += all;
+    if (tile < num_tiles) work.unit_begin[tile] = of_head + before;
+    of_head += all;
     num_blind += blind;
   }
+  const int32_t length = of_head * shape.num_kv_heads;
   const int32_t step = range_length(shape, length);
   const int32_t num_ranges = divide_up(length, step);
-  if (threadIdx.x == 0) {
-    work.unit_begin[num_tiles] = length;
-    *work.header = {num_tiles, num_blind, length, step, num_ranges};
-  }
+  if (threadIdx.x == 0) *work.header = {num_tiles, num_blind, length, step, num_ranges};
   __syncthreads();
 
   // Where ranges begin.
   for (int32_t range = threadIdx.x; range < num_ranges; range += kPlanThreads) {
-    const int32_t at = range * step;
-    int32_t low = 0, high = num_tiles;  // the last tile that begins at or before `at`
+    const int32_t at = range * step, head = at / of_head, in_head = at - head * of_head;
+    int32_t low = 0, high = num_tiles;  // the last tile that begins at or before `in_head`
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
-      (work.unit_begin[middle] <= at ? low : high) = middle;
+      (work.unit_begin[middle] <= in_head ? low : high) = middle;
     }
-    const QueryTile tile = work.tiles[low];
-    const int32_t inside = at - work.unit_begin[low], head = inside / tile.unit_length;
-    const int32_t unit_begin = work.unit_begin[low] + head * tile.unit_length + shape.lead;
-    work.ranges[range] = {low, head, max(at - unit_begin, 0), unit_begin, tile};
+    const int32_t unit_begin = head * of_head + work.unit_begin[low] + shape.lead;
+    work.ranges[range] = {low, head, max(at - unit_begin, 0), unit_begin, work.tiles[low]};
   }
   for (int32_t unit = threadIdx.x; unit < num_tiles * shape.num_kv_heads; unit += kPlanThreads) {
     work.arrived[unit] = 0;

@@ -174,9 +174,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     if (of.leaders[i] != i || !shares(i)) continue;
     const int32_t rows = of.group_tokens[i] * shape.group;
     int32_t tile = of.group_tile[i];
-    for (int32_t row = 0; row < rows; row += shape.tile_rows) {
+    const int32_t most = rows_of_tiles(shape, rows);
+    for (int32_t row = 0; row < rows; row += most) {
       plan_group_tile(
-          plan, work, plan.segments[i], i, row, min(shape.tile_rows, rows - row), slots[i], tile++);
+          plan, work, plan.segments[i], i, row, min(most, rows - row), slots[i], tile++);
     }
   }
   __syncthreads();

@@ -57,21 +57,28 @@ class StageCursor {
   int end_;
 };
 
-// From the end of a unit to the next, over tiles that see nothing.
-__device__ __forceinline__ void next_unit(const Work& work, RangeStart& at, int range_end) {
+// From the end of a unit to the next, over tiles that see nothing; from the last tile of a kv head
+// to the first of the next.
+__device__ __forceinline__ void next_unit(const Work& work,
+                                          int num_tiles,
+                                          RangeStart& at,
+                                          int range_end) {
   at.stage = 0;
   at.unit_begin += at.of.unit_length;
-  if (++at.kv_head < work.shape.num_kv_heads || at.unit_begin >= range_end) return;
-  at.kv_head = 0;
+  if (at.unit_begin >= range_end) return;
   do {
-    at.of = work.tiles[++at.tile];
+    if (++at.tile == num_tiles) {
+      at.tile = 0;
+      ++at.kv_head;
+    }
+    at.of = work.tiles[at.tile];
   } while (at.of.unit_length == 0);
 }
 
 // Behind the part of a range that was of one unit. `start` is the warp's own.
 __device__ __forceinline__ void next_part(const Work& work, RangeStart& start, int range_end) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) next_unit(work, start, range_end);
+  if (threadIdx.x % 32 == 0) next_unit(work, work.header->num_tiles, start, range_end);
   __syncwarp();
 }
 
@@ -85,7 +92,8 @@ struct RangeWalk {
   RangeStart start;
   int32_t range, range_end;
   int32_t end;  // of this part of the unit, which begins at start.stage
-  int32_t unused;
+  WorkHeader header;
+  int32_t unused[3];
 };
 
 // Calls visit() for the part of a unit that this block has, for one unit after the other. Every warp
@@ -95,25 +103,28 @@ __device__ __forceinline__ void for_each_part(const Work& work,
                                               RangeWalk& walk,
                                               const Visit& visit) {
   constexpr int kStartInts = sizeof(RangeStart) / 4;
-  const int lane = threadIdx.x % 32;
-  const WorkHeader& header = *work.header;
   const QueryTile& tile = walk.start.of;
-  for (int first = blockIdx.x; first < header.num_ranges; first = walk.range + gridDim.x) {
+  if (lane_again() == 0) walk.header = *work.header;
+  __syncwarp();
+  for (int first = blockIdx.x; first < walk.header.num_ranges;
+       first = walk.range + blocks_again()) {
+    const int lane = lane_again();
     if (lane < kStartInts) {
       reinterpret_cast<int32_t*>(&walk.start)[lane] =
           reinterpret_cast<const int32_t*>(work.ranges + first)[lane];
     }
     if (lane == 0) {
       walk.range = first;
-      walk.range_end = end_of_range(header, first);
+      walk.range_end = end_of_range(walk.header, first);
     }
     __syncwarp();
     while (walk.start.unit_begin < walk.range_end) {
-      if (lane == 0) walk.end = min(tile.num_stages, walk.range_end - walk.start.unit_begin);
+      if (lane_again() == 0)
+        walk.end = min(tile.num_stages, walk.range_end - walk.start.unit_begin);
       __syncwarp();
       visit();
       __syncwarp();
-      if (lane == 0) next_unit(work, walk.start, walk.range_end);
+      if (lane_again() == 0) next_unit(work, walk.header.num_tiles, walk.start, walk.range_end);
       __syncwarp();
     }
   }

@@ -1,9 +1,9 @@
 // Products of a warpgroup, four warps that begin at a multiple of four, on sm_90a:
 //
-//     C += A B        64 rows x kColumns, over 16        in registers; in registers; in shared memory
+//     C += A B        64 rows x kColumns, over 16        in registers; in either; in shared memory
 //
 // Warp w has rows 16w .. 16w + 15 of A and C, as fragments of instructions.cuh, C's one for every 8
-// columns. B lies in core matrices, 8 columns x 16 bytes, 128 bytes from a column group to the next.
+// columns; in shared memory A looks like B. What B looks like, Matrices says.
 // Products are asynchronous: what they read and write is left alone until wait_for_products().
 #pragma once
 
@@ -32,10 +32,29 @@ __device__ __forceinline__ void take_registers() {
 #endif
 }
 
-// Where B is; along_k: bytes to its next 8 of k.
-__device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t along_k) {
-  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(along_k >> 4) << 16 |
-         uint64_t(128 >> 4) << 32;
+// Where B is: rows of 16, 32 or 64 bytes along k, eight of them side by side, and as many columns as
+// there are. The pieces of 16 bytes of longer rows are swizzled: see swizzled_piece().
+struct Matrices {
+  uint32_t lower, upper;
+
+  // along_k: bytes to the next 8 of k, where rows have 16 bytes.
+  template <int kRowBytes>
+  static __device__ __forceinline__ Matrices at(uint32_t address, uint32_t along_k) {
+    constexpr uint32_t kSwizzle = kRowBytes == 16 ? 0 : kRowBytes == 32 ? 3 : 2;
+    return {address >> 4 | along_k >> 4 << 16, kSwizzle << 30 | 8 * kRowBytes >> 4};
+  }
+  __device__ __forceinline__ Matrices further(uint32_t bytes) const {
+    return {lower + bytes / 16, upper};
+  }
+};
+
+// Where a row's piece of 16 bytes is, so that eight rows' are in different banks. Rows lie at
+// multiples of 8 * kRowBytes.
+template <int kRowBytes>
+__device__ __forceinline__ int swizzled_piece(int row, int piece) {
+  return kRowBytes == 16   ? piece
+         : kRowBytes == 32 ? piece ^ (row >> 2 & 1)
+                           : piece ^ (row >> 1 & 3);
 }
 
 // Shared memory that this thread wrote is seen by the products of whoever passes a later barrier.
@@ -117,31 +136,46 @@ struct Warpgroup;
 #define MEMKV_C128                                                                       \
   MEMKV_C68, MEMKV_F16(68), MEMKV_F16(84), MEMKV_F16(100), MEMKV_F4(116), MEMKV_F4(120), \
       MEMKV_F4(124)
-#define MEMKV_PRODUCT_OF(T, NAME, COLUMNS, FLOATS, A, B)                        \
-  template <>                                                                   \
-  struct Warpgroup<T, COLUMNS> {                                                \
-    static __device__ __forceinline__ void multiply_add(float* c,               \
-                                                        const uint32_t (&a)[4], \
-                                                        uint64_t b) {           \
-      asm volatile(                                                             \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                        \
-          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME \
-          " {" MEMKV_R##FLOATS "}, {" A "}, " B ", add, 1, 1, 0;\n}"            \
-          : MEMKV_C##FLOATS                                                     \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                \
-    }                                                                           \
+#define MEMKV_PRODUCT_OF(T, NAME, COLUMNS, FLOATS, A, B, SHARED_A, SHARED_B)         \
+  template <>                                                                        \
+  struct Warpgroup<T, COLUMNS> {                                                     \
+    static __device__ __forceinline__ void multiply_add(float* c,                    \
+                                                        const uint32_t (&a)[4],      \
+                                                        const Matrices& b) {         \
+      asm volatile(                                                                  \
+          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                             \
+          ".reg .b64 matrices;\nmov.b64 matrices, {" B                               \
+          "};\n"                                                                     \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME      \
+          " {" MEMKV_R##FLOATS "}, {" A "}, matrices, add, 1, 1, 0;\n}"              \
+          : MEMKV_C##FLOATS                                                          \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.lower), "r"(b.upper)); \
+    }                                                                                \
+    static __device__ __forceinline__ void multiply_add(float* c,                    \
+                                                        const Matrices& a,           \
+                                                        const Matrices& b) {         \
+      asm volatile(                                                                  \
+          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                             \
+          ".reg .b64 rows, matrices;\n"                                              \
+          "mov.b64 rows, {" SHARED_A "};\nmov.b64 matrices, {" SHARED_B              \
+          "};\n"                                                                     \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME      \
+          " {" MEMKV_R##FLOATS "}, rows, matrices, add, 1, 1, 0, 0;\n}"              \
+          : MEMKV_C##FLOATS                                                          \
+          : "r"(a.lower), "r"(a.upper), "r"(b.lower), "r"(b.upper));                 \
+    }                                                                                \
   };
-#define MEMKV_PRODUCT(COLUMNS, FLOATS, A, B)                     \
-  MEMKV_PRODUCT_OF(__nv_bfloat16, "bf16", COLUMNS, FLOATS, A, B) \
-  MEMKV_PRODUCT_OF(__half, "f16", COLUMNS, FLOATS, A, B)
-MEMKV_PRODUCT(8, 4, "%4, %5, %6, %7", "%8")
-MEMKV_PRODUCT(32, 16, "%16, %17, %18, %19", "%20")
-MEMKV_PRODUCT(64, 32, "%32, %33, %34, %35", "%36")
-MEMKV_PRODUCT(72, 36, "%36, %37, %38, %39", "%40")
-MEMKV_PRODUCT(88, 44, "%44, %45, %46, %47", "%48")
-MEMKV_PRODUCT(104, 52, "%52, %53, %54, %55", "%56")
-MEMKV_PRODUCT(136, 68, "%68, %69, %70, %71", "%72")
-MEMKV_PRODUCT(256, 128, "%128, %129, %130, %131", "%132")
+#define MEMKV_PRODUCT(COLUMNS, FLOATS, A, B, SHARED_A, SHARED_B)                     \
+  MEMKV_PRODUCT_OF(__nv_bfloat16, "bf16", COLUMNS, FLOATS, A, B, SHARED_A, SHARED_B) \
+  MEMKV_PRODUCT_OF(__half, "f16", COLUMNS, FLOATS, A, B, SHARED_A, SHARED_B)
+MEMKV_PRODUCT(8, 4, "%4, %5, %6, %7", "%8, %9", "%4, %5", "%6, %7")
+MEMKV_PRODUCT(32, 16, "%16, %17, %18, %19", "%20, %21", "%16, %17", "%18, %19")
+MEMKV_PRODUCT(64, 32, "%32, %33, %34, %35", "%36, %37", "%32, %33", "%34, %35")
+MEMKV_PRODUCT(72, 36, "%36, %37, %38, %39", "%40, %41", "%36, %37", "%38, %39")
+MEMKV_PRODUCT(88, 44, "%44, %45, %46, %47", "%48, %49", "%44, %45", "%46, %47")
+MEMKV_PRODUCT(104, 52, "%52, %53, %54, %55", "%56, %57", "%52, %53", "%54, %55")
+MEMKV_PRODUCT(136, 68, "%68, %69, %70, %71", "%72, %73", "%68, %69", "%70, %71")
+MEMKV_PRODUCT(256, 128, "%128, %129, %130, %131", "%132, %133", "%128, %129", "%130, %131")
 #undef MEMKV_PRODUCT
 #undef MEMKV_PRODUCT_OF
 #undef MEMKV_C4

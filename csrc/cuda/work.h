@@ -50,7 +50,7 @@ struct Work {
   WorkShape shape;
   WorkHeader* header;
   QueryTile* tiles;     // [max_tiles]
-  int32_t* unit_begin;  // [max_tiles + 1], of a tile's first unit and its lead, in all units
+  int32_t* unit_begin;  // [max_tiles], of a tile's unit and its lead, in all units of a kv head
   StageRun* runs;       // [max_runs]
   RangeStart* ranges;   // [max_ranges]
   int32_t* arrived;     // [max_tiles, num_kv_heads], 0 between calls

@@ -31,7 +31,7 @@ class Tuning:
     """How work is cut. 0: as the kernels choose.
 
     Attributes:
-        ranges_per_worker: more even out what workers differ by, fewer have less to merge.
+        ranges_per_worker: more keep workers to the same kv heads at a time, fewer have less to merge.
         warps, stages: of a block of threads of the decode loop, and of a warp's ring.
         fixed_range: stages of every range, wherever it lies: a sequence's bits are the same in any batch.
         split: False gives each unit one worker.
@@ -128,7 +128,8 @@ def paged_attention(
             kv_heads, num_heads // kv_heads, head_dim, size, k_cache.dtype, mixed, window, not block_mass
         )
         works, planned = _works(plan, native_cache, shape, stream)
-        tiles = max(work.tiles_of_one for work in works)
+        masses = _mass_works(plan, native_cache, shape, works, stream) if block_mass else []
+        tiles = max((work.tiles_of_one for work in masses), default=0)
         planes = real((tiles, num_heads, plan.num_entries)) if block_mass else None
         turned = rotation is not None and plan.kept_turns(rotation) is None
         turns = None if rotation is None else _turns(plan, rotation, stream)
@@ -156,7 +157,7 @@ def paged_attention(
                 _kernels.cuda_join_shared(call, work.native, stream)
         if planes is None:
             return AttentionResult(out, all_lse)
-        for work in works:
+        for work in masses:
             _kernels.cuda_add_block_mass(call, work.native, work.loop, shape.exact, stream)
     mass = planes[0] if planes.shape[0] == 1 else planes.sum(0)
     return AttentionResult(out, all_lse if lse else None, mass)
@@ -207,9 +208,10 @@ def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
 
 
 _MAX_GROUP = 32  # csrc/cuda/many_mass.cuh: kManyMassGroup
-_FEW, _MANY = 0, 1  # csrc/cuda/launch.h: Loop
+_FEW, _MANY, _MASS = 0, 1, 2  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
-_LEADS = (0, 7)  # of each loop: what a unit costs beside its stages, in stages
+_LEADS = (0, 7, 7)  # of each loop: what a unit costs beside its stages, in stages
+_CACHED_BYTES = 48 << 20  # of K and V of a layer: what an L2 cache keeps while workers read it in no order
 _LEAST_SHARED_ROWS = 32  # of a kv head, in a group: fewer leave the loop of many rows idle
 _LEAST_SAVED_BYTES = 128 << 20  # of K and V of a layer: what the passes over groups take to read
 _MOST_SHARED_SEGMENTS = 2048  # csrc/cuda/launch.h: kMostSharedSegments
@@ -266,6 +268,24 @@ def _works(
         plan.derived[shape] = works
     planned = [_plan(plan, work, shape, stream) for work in works]
     return works, any(planned)
+
+
+def _mass_works(
+    plan: AttentionPlan, cache: _kernels.PagedCache, shape: _Shape, works: list[_Work], stream: int
+) -> list[_Work]:
+    """Those that give block mass: for many rows ones with tiles of their own, planned."""
+    if all(work.loop == _FEW for work in works):
+        return works
+    masses: list[_Work] | None = plan.derived.get((shape, _MASS))
+    if masses is None:
+        masses = [
+            work if work.loop == _FEW else _new_work(plan, cache, shape, _MASS, 0, (_FEW_ROWS + 1, _ALL_ROWS))
+            for work in works
+        ]
+        plan.derived[shape, _MASS] = masses
+    for work in masses:
+        _plan(plan, work, shape, stream)
+    return masses
 
 
 def _plan(plan: AttentionPlan, work: _Work, shape: _Shape, stream: int) -> bool:
@@ -361,9 +381,12 @@ def _new_work(
     if group_rows:
         max_tiles = group_rows // fits.tile_rows + group_rows // _LEAST_SHARED_ROWS
         max_runs = 2 * max_tiles
-    workers = fits.workers if loop == _MANY else _few_workers(device, fits, max_stages)
-    grid = max(1, min(workers * (tuning.ranges_per_worker or 1), max_stages))
-    max_ranges, fixed_range = grid, 0
+    workers = fits.workers if loop != _FEW else _few_workers(device, fits, max_stages)
+    ranges_per_worker = tuning.ranges_per_worker or (
+        1 if loop == _FEW or group_rows else _rounds(plan, shape, max_tiles)
+    )
+    max_ranges = max(1, min(workers * ranges_per_worker, max_stages))
+    grid, fixed_range = min(workers, max_ranges), 0
     if not tuning.split:
         fixed_range, max_ranges = max(1, plan.num_entries), max_tiles * shape.kv_heads
     elif tuning.fixed_range:
@@ -379,15 +402,15 @@ def _new_work(
         shape.window,
         *rows,
         max_ranges,
-        fits.warps if loop != _MANY else 1,
+        fits.warps if loop == _FEW else 1,
         fixed_range,
         _LEADS[loop] if not fixed_range else 0,
     )
-    of_many = (plan.num_entries, plan.num_segments, shape.block_size) if loop == _MANY else (0, 0, 0)
+    of_many = (plan.num_entries, plan.num_segments, shape.block_size) if loop != _FEW else (0, 0, 0)
     packed = _kernels.PackedSize(*of_many)
     num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs, packed)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    floats = 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4)
+    floats = 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4) if loop != _MASS else 0
     partials = torch.empty(floats, dtype=torch.float32, device=device)
     native = _kernels.cuda_work(
         memory.data_ptr(),
@@ -402,6 +425,15 @@ def _new_work(
         fits.stages,
     )
     return _Work(native, loop, max(1, tiles_of_one), (memory, partials))
+
+
+def _rounds(plan: AttentionPlan, shape: _Shape, max_tiles: int) -> int:
+    """Ranges of each worker. Those of one round lie in the same kv heads, whose K and V stay in the L2 cache.
+
+    On an H200 that pays from some 64 tiles of a kv head on; where all fits in the cache it never does.
+    """
+    num_bytes = 4 * plan.num_entries * shape.block_size * shape.kv_heads * shape.head_dim
+    return min(max(1, max_tiles // 32), 4, shape.kv_heads) if num_bytes > _CACHED_BYTES else 1
 
 
 def _few_workers(device: torch.device, fits: _kernels.LoopShape, stages: int) -> int:

@@ -119,7 +119,7 @@ void work_split() {
       int32_t num_stages, unit_begin;
     };
     std::vector<Tile> tiles;
-    int32_t length = 0;
+    int32_t of_head = 0;
     for (int sequence = pick(1, 5); sequence > 0; --sequence) {
       const int num_tiles = tiles_of(shape, pick(0, 12));
       std::vector<Segment> segments;
@@ -141,10 +141,11 @@ void work_split() {
           }
           num_stages += stages.count;
         }
-        tiles.push_back({num_stages, length});
-        length += unit_length(shape, num_stages) * shape.num_kv_heads;
+        tiles.push_back({num_stages, of_head});
+        of_head += unit_length(shape, num_stages);
       }
     }
+    const int32_t length = of_head * shape.num_kv_heads;
     if (length == 0) continue;
     const int32_t step = range_length(shape, length), num_ranges = divide_up(length, step);
     if (shape.fixed_range == 0)
@@ -154,7 +155,7 @@ void work_split() {
     for (const Tile& tile : tiles) {
       const int32_t unit = unit_length(shape, tile.num_stages);
       for (int head = 0; head < shape.num_kv_heads && unit > 0; ++head) {
-        const int32_t begin = tile.unit_begin + head * unit + shape.lead;
+        const int32_t begin = head * of_head + tile.unit_begin + shape.lead;
         const UnitParts parts = parts_of(begin, tile.num_stages, step);
         wanted += tile.num_stages;
         for (int part = 0; part < parts.count; ++part) {

@@ -7,7 +7,7 @@
 //
 //     segments of a sequence   [0 1 2 3][4 5 6 7 8 9][10 11]        stage 0 is not visible
 //     runs of a tile           [  1 2 3][4 5 6 7 8 9][10 11]        stages_before: 0, 3, 9, 11
-//     units, laid end to end   |..tile 0, head 0  |..tile 0, head 1  |..tile 1, head 0 |...
+//     units, laid end to end   |..tile 0, head 0  |..tile 1, head 0  |..tile 0, head 1 |...
 //     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...    range_length each
 //
 // A worker takes one range, wherever it begins and ends. The work is flat, so the ranges are alike
@@ -100,6 +100,13 @@ MEMKV_HD int32_t divide_up(int64_t a, int64_t b) { return int32_t((a + b - 1) / 
 MEMKV_HD int32_t tiles_of(const WorkShape& shape, int32_t num_query_tokens) {
   const int64_t rows = int64_t{num_query_tokens} * shape.group;
   return rows < shape.least_rows || rows > shape.most_rows ? 0 : divide_up(rows, shape.tile_rows);
+}
+
+// Rows of each tile of a sequence but the last: as few as so many tiles need, by 64 where tiles are
+// large, since rows are multiplied by 64.
+MEMKV_HD int32_t rows_of_tiles(const WorkShape& shape, int64_t num_rows) {
+  const int32_t step = shape.tile_rows % 64 == 0 ? 64 : shape.tile_rows;
+  return divide_up(divide_up(num_rows, divide_up(num_rows, shape.tile_rows)), step) * step;
 }
 
 struct Stages {
