@@ -204,6 +204,7 @@ def run_load_bench(
                     grace_seconds=sizes.grace_seconds,
                 )
                 rows.append(row)
+                tell(f"rate {rate:g}: {policy}: {_in_short(row)}")
                 prompts.forget(engine, fitting)
     return LoadBench(
         device=torch.cuda.get_device_name(model.device) if model.device.startswith("cuda") else cpu_name(),
@@ -213,6 +214,15 @@ def run_load_bench(
         versions=versions(),
         left_out=len(trace) - len(fitting),
         load=rows,
+    )
+
+
+def _in_short(row: LoadRow) -> str:
+    """So that a replay is not lost with the ones behind it."""
+    return (
+        f"{row.good_share:.0%} of {row.requests} requests good, {row.goodput:.2f} a second; first token "
+        f"{row.ttft_p50_ms:.0f} ms (p99 {row.ttft_p99_ms:.0f}), between tokens {row.itl_p50_ms:.0f} ms "
+        f"(p99 {row.itl_p99_ms:.0f})"
     )
 
 

@@ -42,8 +42,12 @@ def model() -> LoadedModel:
 def found(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadBench:
     directory: Path = tmp_path_factory.mktemp("load")
     sizes = LoadSizes(rates=(2.0,), policies=("exact", "map"), objectives=GENEROUS, bodies=3)
-    found = run_load_bench(model, "bfloat16", CONFIG, TRACE, sizes, str(directory))
+    told: list[str] = []
+    found = run_load_bench(model, "bfloat16", CONFIG, TRACE, sizes, str(directory), told.append)
     assert list(directory.iterdir()) == []
+    for row in found.load:  # as soon as it is known
+        name = row.policy if row.reuse == "on" else "off"
+        assert any(words.startswith(f"rate 2: {name}: {row.good_share:.0%} of") for words in told)
     return found
 
 
