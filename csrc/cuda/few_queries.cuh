@@ -3,11 +3,11 @@
 //     S^T = K Q^T        16 tokens x 8 rows, over head_dim
 //     O^T = V^T P^T      head_dim x 8 rows, over 16 tokens
 //
-// Grid: as many blocks as the device holds, one range of the flat work each (work_split.h). The
-// stages of a range's part of a unit are dealt to the block's warps in runs, so that a warp turns
-// its query once for a run. Each warp has a ring of some stages of its own in shared memory, which
-// the copy engine fills (sm_90; cp.async before it): a slab of K or V is 4 KiB of linear memory,
-// one instruction. No barrier between warps until the part is done.
+// Grid: a block for each processor, or as many as the device holds, one range of the flat work each
+// (work_split.h). The stages of a range's part of a unit are dealt to the block's warps in runs, so
+// that a warp turns its query once for a run. Each warp has a ring of some stages of its own in
+// shared memory, which the copy engine fills (sm_90; cp.async before it): a slab of K or V is some
+// KiB of linear memory, one instruction. No barrier between warps until the part is done.
 //
 //     ring of a warp     | K i | V i | K i+1 | V i+1 | K i+2 | V i+2 |      K i+3 is asked for when
 //                          ^ S^T, then weights, then ^ O^T                  K i has been read

@@ -92,7 +92,7 @@ auto many_kernel(int block_size) {
 }
 
 // The two forms of the loop of many rows; which of them a kernel was compiled to is known by how many
-// threads it takes, or, of a work, by its warps.
+// threads it takes, or, of a work, by its warps and stages.
 template <typename T, int kHeadDim, bool kMass>
 struct ManyLaunch {
   using Together = ManyQueries<T, kHeadDim, kMass, true>;

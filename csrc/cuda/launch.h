@@ -31,7 +31,7 @@ struct LoopShape {
 LoopShape loop_shape(
     Loop loop, const PagedCache& cache, int tile_rows, bool exact, int warps, int stages);
 
-// Of a work whose stages hold blocks of several segments, as those of Loop::kMany do; else zeros.
+// Of a work whose stages hold blocks of several segments, as all but Loop::kFew's do; else zeros.
 struct PackedSize {
   int64_t num_entries;
   int64_t num_segments;

@@ -3,10 +3,11 @@
 //     S = Q K^T      16 rows x 8 tokens, over head_dim        each of 8 to 16 warps has 16 rows of a tile
 //     O = P V        16 rows x 8 dimensions, over 16 tokens
 //
-// Rows of a tile are query tokens times the heads of a kv head; their positions may be any. Grid
-// and ranges as in few_queries.cuh, with stages of 64 tokens (32 where head_dim is 256) that all
-// warps share: a ring, which four more warps fill (many_copies.cuh). A stage holds blocks of all
-// segments that turn a query alike (packed_runs.h), and says where each block stands.
+// Rows of a tile are query tokens times the heads of a kv head; their positions may be any. Grid:
+// as many blocks as the device holds, some ranges of the flat work each (work_split.h), with stages
+// of 64 tokens (32 where head_dim is 256) that all warps share: a ring, which four more warps fill
+// (many_copies.cuh). A stage holds blocks of all segments that turn a query alike (packed_runs.h),
+// and says where each block stands.
 //
 //     K in shared memory  [head_dim / 8][stage tokens][8]   as in a block, but blocks side by side
 //     V in shared memory  [block][head_dim][block size]     as in a block, pieces of 16 bytes swizzled
@@ -382,8 +383,8 @@ __device__ __forceinline__ void many_queries(const Attention& call, const Work& 
       return;
     }
 
-    // 3. The rows, or a partial of them: through shared memory, where the warp's query was, so
-    // that the code is short (it runs once for thousands of stages) and stores are whole lines.
+    // 3. The rows, or a partial of them: through shared memory, where queries were, so that
+    // the code is short (it runs once for thousands of stages) and stores are whole lines.
     const UnitParts parts = parts_of(start.unit_begin, tile.num_stages, walk.header.range_length);
     const PartialView partial(work, parts.slot(walk.range - parts.first_range), kHeadDim);
     float* const mine = reinterpret_cast<float*>(shared + Loop::kQueryAt +

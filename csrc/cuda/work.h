@@ -61,8 +61,8 @@ struct Work {
   int32_t max_tiles;
   uint32_t group_magic;  // x / group is x * group_magic >> 16, for x up to a tile's rows and heads
   int32_t grid;          // blocks of threads
-  int32_t warps;         // of a block, and stages of a warp's ring: for few queries
-  int32_t stages;
+  int32_t warps;         // of a block, that multiply
+  int32_t stages;        // of its ring, or of each warp's: for few queries
   SharedSegments shared;
 };
 

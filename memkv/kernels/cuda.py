@@ -6,7 +6,8 @@
 
 A work is planned on the device once for all layers of a step that have its shape and window; nothing is
 copied back, so that a step can be captured in a CUDA graph. `AttentionPlan.refresh` has it planned again.
-Where block mass is wanted, nothing is read together, and a second pass over the same works adds it up.
+Where block mass is wanted, nothing is read together, and a second pass adds it up: over the same work of
+few rows, for many rows over a work whose tiles are larger.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def step_plan(plan: AttentionPlan) -> _kernels.StepPlan:
     )
 
 
-_MAX_GROUP = 32  # csrc/cuda/many_mass.cuh: kManyMassGroup
+_MAX_GROUP = 32  # query heads of a kv head: more are not tested
 _FEW, _MANY, _MASS = 0, 1, 2  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
 _LEADS = (0, 7, 7)  # of each loop: what a unit costs beside its stages, in stages

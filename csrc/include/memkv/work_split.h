@@ -10,8 +10,9 @@
 //     units, laid end to end   |..tile 0, head 0  |..tile 1, head 0  |..tile 0, head 1 |...
 //     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...    range_length each
 //
-// A worker takes one range, wherever it begins and ends. The work is flat, so the ranges are alike
-// but for the last: no worker waits for another because its sequence is longer. What two ranges
+// A worker takes a range, or some in turn, wherever they begin and end. The work is flat, so the
+// ranges are alike but for the last: no worker waits for another because its sequence is longer.
+// Units of a kv head lie together, so that workers are in the same heads at a time. What two ranges
 // find of one unit are partials, merged in the order of the ranges. In front of each unit `lead`
 // stages are left free, for what it takes to begin and to end one.
 #pragma once
@@ -51,7 +52,7 @@ struct alignas(16) QueryTile {
 struct alignas(16) StageRun {
   int32_t stages_before;  // of this run, in the tile
   int32_t first_stage;    // in the segment
-  int32_t first_entry;    // of the segment, in block_ids; of several, in Work::blocks
+  int32_t first_entry;    // of the segment, in block_ids; of several, in PackedSegments::blocks
   int32_t num_tokens;     // and the rest of the segment, so that nothing has to wait for it; of
                           // several, as if all blocks were full
   int32_t position, stored_position;
