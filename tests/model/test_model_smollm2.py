@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 
@@ -92,9 +93,12 @@ def test_its_tokenizer(smollm2_model: LoadedModel) -> None:
 
 
 def test_it_loads_quickly_and_to_the_same_digests(smollm2: Path, smollm2_model: LoadedModel) -> None:
+    gc.freeze()  # what other tests left is not looked through meanwhile
     start = time.process_time()
     again = load_model("smollm2-135m-instruct", models_dir=smollm2.parent)
-    assert time.process_time() - start < 6.0  # 1.3 s on a free core
+    took = time.process_time() - start
+    gc.unfreeze()
+    assert took < 6.0  # 1.3 s on a free core
     assert again.weights_digest == smollm2_model.weights_digest
     assert again.tokenizer_digest == smollm2_model.tokenizer_digest
     assert again.spec == smollm2_model.spec
