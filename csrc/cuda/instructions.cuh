@@ -165,11 +165,7 @@ __device__ __forceinline__ void wait_for_predecessor() {
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
-               : "memory");
-}
-// Without a branch, which products under way may not cross.
+// A thread's arrival, without a branch, which products under way may not cross.
 __device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
   asm volatile(
       "{\n"

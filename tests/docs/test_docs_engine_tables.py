@@ -24,6 +24,7 @@ def test_what_newer_results_hold_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(engine_tables, "RESULTS", tmp_path)
     shown = engine_tables.engine()
     assert "3.2% of the time of the loads" in shown
+    assert "ended 1 ms behind the last of them" in shown
     assert "```text\nselect:0.1 over 32,768 tokens from disk: 10.0 ms\nread " in shown
     assert "| transformers | its continuous batching |" in shown and "| 43.2 ms |" in shown
     assert "its continuous batching, 64 at once: OutOfMemoryError: too much" in shown

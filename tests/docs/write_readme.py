@@ -126,8 +126,23 @@ def faults() -> str:
             "| --- | --: | --: | --: | --: | --: |",
             *rows,
             "",
+            *_in_strides(results),
         ]
     )
+
+
+def _in_strides(results: list[dict[str, Any]]) -> list[str]:
+    """Which figures did not try every call."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for each in results:
+        if stride := each["sizes"].get("stride", 0):
+            found.setdefault((each["database"], stride), []).append(each["figure"].rpartition(": ")[2])
+    names = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
+    lines = [
+        f"On {names[database]} one call in {stride} was tried of: {', '.join(pieces)}."
+        for (database, stride), pieces in found.items()
+    ]
+    return ["\n".join(lines), ""] if lines else []
 
 
 PARTS: dict[str, Callable[[], str]] = {
