@@ -96,10 +96,14 @@ def cuda_work_shape(
     window: int,
     least_rows: int,
     most_rows: int,
+    workers: int,
     max_ranges: int,
+    flat_ranges: int,
+    whole_ranges: int,
     least_range: int,
     fixed_range: int,
     lead: int,
+    part_cost: int,
 ) -> WorkShape: ...
 def cuda_work_bytes(
     shape: WorkShape, num_seqs: int, max_tiles: int, max_runs: int, packed: PackedSize

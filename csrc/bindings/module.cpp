@@ -67,10 +67,14 @@ WorkShape make_shape(int tile_rows,
                      int window,
                      int least_rows,
                      int most_rows,
+                     int workers,
                      int max_ranges,
+                     int flat_ranges,
+                     int whole_ranges,
                      int least_range,
                      int fixed_range,
-                     int lead) {
+                     int lead,
+                     int part_cost) {
   return {tile_rows,
           stage_tokens,
           group,
@@ -78,10 +82,14 @@ WorkShape make_shape(int tile_rows,
           window,
           least_rows,
           most_rows,
+          workers,
           max_ranges,
+          flat_ranges,
+          whole_ranges,
           least_range,
           fixed_range,
-          lead};
+          lead,
+          part_cost};
 }
 
 HeadRows make_rows(uintptr_t data, int64_t token_stride, int64_t head_stride, int dtype) {
@@ -174,10 +182,14 @@ void add_cuda(nb::module_& m) {
         arg("window"),
         arg("least_rows"),
         arg("most_rows"),
+        arg("workers"),
         arg("max_ranges"),
+        arg("flat_ranges"),
+        arg("whole_ranges"),
         arg("least_range"),
         arg("fixed_range"),
-        arg("lead"));
+        arg("lead"),
+        arg("part_cost"));
   m.def("cuda_work_bytes",
         &cuda::work_bytes,
         arg("shape"),

@@ -12,6 +12,14 @@
 
 namespace memkv::cuda {
 
+// Lanes of a warp that say it has read a slot: one, behind __syncwarp(). racecheck holds what the
+// others have read for unguarded, and is answered by having all of them say so.
+#ifdef MEMKV_EVERY_LANE_ARRIVES
+inline constexpr int kArrivingLanes = 32;
+#else
+inline constexpr int kArrivingLanes = 1;
+#endif
+
 // A slot of the ring, and how often it was filled before, by parity.
 struct RingSlot {
   int index;
@@ -33,7 +41,7 @@ class Ring {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < 2 * kStages; ++i) {
       barrier_init(barriers_ + i * 16, kCopyWarps * 32);
-      barrier_init(barriers_ + i * 16 + 8, Loop::kWarps);
+      barrier_init(barriers_ + i * 16 + 8, Loop::kWarps * kArrivingLanes);
     }
   }
 
@@ -60,7 +68,7 @@ class Ring {
   template <int kOf>
   __device__ __forceinline__ void release(int slot) const {
     __syncwarp();
-    barrier_arrive_if(threadIdx.x % 32 == 0, barriers_ + slot * 32 + kOf + 8);
+    barrier_arrive_if(threadIdx.x % 32 < kArrivingLanes, barriers_ + slot * 32 + kOf + 8);
   }
 
  private:

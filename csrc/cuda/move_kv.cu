@@ -25,6 +25,24 @@ __device__ float widen(__half x) { return __half2float(x); }
 __device__ void narrow(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 __device__ void narrow(__half* to, float x) { *to = __float2half_rn(x); }
 
+// kPiece elements of a row, in as few loads as its alignment lets.
+template <typename From>
+__device__ __forceinline__ void load_piece(const From* from, float (&x)[kPiece]) {
+  __align__(16) From piece[kPiece];
+  constexpr int kLoads = kPiece * int(sizeof(From)) / 16;
+  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      reinterpret_cast<uint4*>(piece)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) piece[i] = from[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) x[i] = widen(piece[i]);
+}
+
 template <typename To, typename From>
 __global__ void __launch_bounds__(kLanes* kWarps)
     write_kv_kernel(PagedCache cache, HeadRows k, HeadRows v, const int64_t* slots, int64_t count) {
@@ -43,12 +61,15 @@ __global__ void __launch_bounds__(kLanes* kWarps)
   To* const v_slab = view.v_slab(block, kv_head);
   for (int d = warp * kPiece; d < cache.head_dim; d += kWarps * kPiece) {
     __align__(16) To piece[kPiece];
+    float key[kPiece], value[kPiece];
+    load_piece(k_row + d, key);
+    load_piece(v_row + d, value);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) narrow(piece + i, widen(k_row[d + i]));
+    for (int i = 0; i < kPiece; ++i) narrow(piece + i, key[i]);
     *reinterpret_cast<uint4*>(k_slab + view.k_offset(at, d)) =
         *reinterpret_cast<const uint4*>(piece);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) narrow(v_slab + view.v_offset(at, d + i), widen(v_row[d + i]));
+    for (int i = 0; i < kPiece; ++i) narrow(v_slab + view.v_offset(at, d + i), value[i]);
   }
 }
 

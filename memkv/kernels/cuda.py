@@ -212,6 +212,7 @@ _MAX_GROUP = 32  # query heads of a kv head: more are not tested
 _FEW, _MANY, _MASS = 0, 1, 2  # csrc/cuda/launch.h: Loop
 _FEW_ROWS = 16
 _LEADS = (0, 7, 7)  # of each loop: what a unit costs beside its stages, in stages
+_FEW_PART_COST = 2048  # what a worker's second unit costs in the decode loop: stages x head_dim
 _CACHED_BYTES = 48 << 20  # of K and V of a layer: what an L2 cache keeps while workers read it in no order
 _LEAST_SHARED_ROWS = 32  # of a kv head, in a group: fewer leave the loop of many rows idle
 _LEAST_SAVED_BYTES = 128 << 20  # of K and V of a layer: what the passes over groups take to read
@@ -366,7 +367,6 @@ def _new_work(
     group_rows: int = 0,
 ) -> _Work:
     """Work for the sequences that have so many rows; or for groups, of at most `group_rows` rows together."""
-    tuning = _tuning
     device = plan.device
     fits = _loop_shape(device, cache, shape, loop, tile_rows)
     if fits.workers == 0:
@@ -382,19 +382,7 @@ def _new_work(
     if group_rows:
         max_tiles = group_rows // fits.tile_rows + group_rows // _LEAST_SHARED_ROWS
         max_runs = 2 * max_tiles
-    workers = fits.workers if loop != _FEW else _few_workers(device, fits, max_stages)
-    ranges_per_worker = tuning.ranges_per_worker or (
-        1 if loop == _FEW or group_rows else _rounds(plan, shape, max_tiles)
-    )
-    max_ranges = max(1, min(workers * ranges_per_worker, max_stages))
-    grid, fixed_range = min(workers, max_ranges), 0
-    if not tuning.split:
-        fixed_range, max_ranges = max(1, plan.num_entries), max_tiles * shape.kv_heads
-    elif tuning.fixed_range:
-        fixed_range = tuning.fixed_range
-        max_ranges = max_stages // fixed_range + max_tiles * shape.kv_heads
-    if fixed_range:
-        grid = max(1, max_ranges)
+    cut = _cut(plan, shape, fits, loop, max_tiles, max_stages, of_groups=group_rows > 0)
     native_shape = _kernels.cuda_work_shape(
         fits.tile_rows,
         fits.stage_tokens,
@@ -402,16 +390,20 @@ def _new_work(
         shape.kv_heads,
         shape.window,
         *rows,
-        max_ranges,
+        cut.workers,
+        cut.max_ranges,
+        cut.flat_ranges,
+        cut.whole_ranges,
         fits.warps if loop == _FEW else 1,
-        fixed_range,
-        _LEADS[loop] if not fixed_range else 0,
+        cut.fixed_range,
+        cut.lead,
+        cut.part_cost,
     )
     of_many = (plan.num_entries, plan.num_segments, shape.block_size) if loop != _FEW else (0, 0, 0)
     packed = _kernels.PackedSize(*of_many)
     num_bytes = _kernels.cuda_work_bytes(native_shape, plan.num_seqs, max_tiles, max_runs, packed)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    floats = 2 * max_ranges * fits.tile_rows * (shape.head_dim + 4) if loop != _MASS else 0
+    floats = 2 * cut.max_ranges * fits.tile_rows * (shape.head_dim + 4) if loop != _MASS else 0
     partials = torch.empty(floats, dtype=torch.float32, device=device)
     native = _kernels.cuda_work(
         memory.data_ptr(),
@@ -421,7 +413,7 @@ def _new_work(
         max_tiles,
         max_runs,
         packed,
-        grid,
+        cut.grid,
         fits.warps,
         fits.stages,
     )
@@ -437,14 +429,78 @@ def _rounds(plan: AttentionPlan, shape: _Shape, max_tiles: int) -> int:
     return min(max(1, max_tiles // 32), 4, shape.kv_heads) if num_bytes > _CACHED_BYTES else 1
 
 
-def _few_workers(device: torch.device, fits: _kernels.LoopShape, stages: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How units become ranges, as csrc/include/memkv/work_split.h: WorkShape has it."""
+
+    workers: int
+    max_ranges: int
+    flat_ranges: int
+    whole_ranges: int
+    grid: int
+    fixed_range: int = 0
+    lead: int = 0
+    part_cost: int = 0
+
+
+def _cut(
+    plan: AttentionPlan,
+    shape: _Shape,
+    fits: _kernels.LoopShape,
+    loop: int,
+    max_tiles: int,
+    max_stages: int,
+    *,
+    of_groups: bool,
+) -> _Cut:
+    """What a plan's work may be cut into; the planner on the device chooses."""
+    tuning, units = _tuning, max_tiles * shape.kv_heads
+    if tuning.fixed_range or not tuning.split:
+        fixed_range = tuning.fixed_range if tuning.split else max(1, plan.num_entries)
+        most = max(1, units + (max_stages // fixed_range if tuning.split else 0))
+        return _Cut(1, most, most, 0, most, fixed_range)
+    in_turn = tuning.ranges_per_worker
+    if loop == _FEW:
+        processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
+        workers = min(processors, fits.workers)
+        flat = _few_flat_ranges(workers, fits, max_stages) * max(1, in_turn)
+        whole = 0 if in_turn else _few_whole_ranges(units, workers, fits, shape.head_dim, max_stages)
+        grid = max(flat, whole)
+        if 0 < whole <= workers:
+            flat = grid = whole  # blocks without work would let the next layer's gather on few processors
+        part_cost = _FEW_PART_COST // shape.head_dim
+    else:
+        grid, part_cost = fits.workers, _LEADS[loop]
+        workers = grid
+        rounds = in_turn or (1 if of_groups else _rounds(plan, shape, max_tiles))
+        flat, whole = workers * rounds, workers if rounds == 1 and not in_turn else 0
+    most = max(flat, whole) if of_groups else max(1, min(max(flat, whole), max_stages))
+    return _Cut(workers, most, min(flat, most), whole, min(grid, most), 0, _LEADS[loop], part_cost)
+
+
+def _few_flat_ranges(workers: int, fits: _kernels.LoopShape, stages: int) -> int:
     """One for each processor, so that the next layer's begin beside them, or as many as fit.
 
     More have more to merge; on an H200 they pay where a warp of one would have 5 to 8 stages.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    by_warp = stages / (processors * fits.warps)
-    return fits.workers if 4 < by_warp <= 8 else min(processors, fits.workers)
+    return fits.workers if 4 < stages / (workers * fits.warps) <= 8 else workers
+
+
+def _few_whole_ranges(units: int, workers: int, fits: _kernels.LoopShape, head_dim: int, stages: int) -> int:
+    """As many as units of one length divide into evenly, where that leaves few workers without; 0: none.
+
+    One for each worker, or two where that many are resident and each warp has two stages, or four where there
+    are so many units. Of less than 128 dimensions, whose stages are small, two serve memory better.
+    """
+    least = 0.95 if head_dim >= 128 else 0.9
+    both = fits.workers >= 2 * workers and stages >= 4 * workers * fits.warps
+    turns = (1,) if not both else (1, 2) if head_dim >= 128 else (2, 1)
+    for in_turn in turns:
+        ranges = in_turn * workers // max(1, units) * units
+        if ranges >= least * in_turn * workers:
+            return ranges
+    ranges = 4 * workers // max(1, units) * units
+    return ranges if units > 2 * workers and ranges >= least * 4 * workers else 0
 
 
 _loop_shapes: dict[tuple[object, ...], _kernels.LoopShape] = {}

@@ -221,10 +221,9 @@ class AttentionPlan:
             if wrong.any():
                 index = int(wrong.argmax())
                 raise KernelArgumentError(f"segment {index} has {name}: {segments[index].tolist()}")
-        uses = np.zeros(self.num_entries + 1, dtype=np.int64)  # +1 where a segment begins, -1 past its end
-        np.add.at(uses, first[needed > 0], 1)
-        np.add.at(uses, (first + needed)[needed > 0], -1)
-        uses = uses[:-1].cumsum()
+        size = self.num_entries + 1
+        begin, end = (np.bincount(at[needed > 0], minlength=size) for at in (first, first + needed))
+        uses = (begin - end)[:-1].cumsum()  # of each entry, by segments
         ids = self._on_host("block_ids")
         for name, wrong in {
             "belongs to two segments": uses > 1,

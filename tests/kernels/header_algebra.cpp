@@ -102,6 +102,7 @@ void work_split() {
   const auto pick = [&](int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random);
   };
+  int num_whole = 0;
   for (int round = 0; round < 300; ++round) {
     WorkShape shape{pick(1, 3) * 8,
                     16,
@@ -111,10 +112,19 @@ void work_split() {
                     1,
                     INT32_MAX,
                     pick(1, 40),
+                    0,
+                    0,
+                    0,
                     pick(1, 4),
                     pick(0, 2) == 0 ? pick(1, 9) : 0,
+                    0,
                     0};
-    if (shape.fixed_range == 0) shape.lead = pick(0, 5);
+    shape.flat_ranges = shape.workers * pick(1, 2);
+    if (shape.fixed_range == 0) {
+      shape.lead = pick(0, 5);
+      shape.whole_ranges = pick(0, 2 * shape.workers);
+      shape.part_cost = pick(0, 40);
+    }
     struct Tile {
       int32_t num_stages, unit_begin;
     };
@@ -145,15 +155,44 @@ void work_split() {
         of_head += unit_length(shape, num_stages);
       }
     }
-    const int32_t length = of_head * shape.num_kv_heads;
+    int32_t length = of_head * shape.num_kv_heads;
     if (length == 0) continue;
-    const int32_t step = range_length(shape, length), num_ranges = divide_up(length, step);
-    if (shape.fixed_range == 0)
-      expect(num_ranges <= shape.max_ranges, "ranges: no more than asked");
+    int32_t stages_of_head = 0;
+    for (const Tile& tile : tiles) stages_of_head += tile.num_stages;
+    const WholeLengths lengths = whole_lengths(shape, length, stages_of_head);
+    int32_t whole = 0;
+    for (int32_t at = lengths.least; at <= lengths.most && whole == 0; ++at) {
+      int32_t ranges = 0;
+      for (const Tile& tile : tiles) ranges += divide_up(tile.num_stages, at);
+      if (ranges <= lengths.ranges) whole = at;
+    }
+    num_whole += whole > 0;
+    const auto length_of = [&](int32_t num_stages) {
+      return whole > 0 ? round_up(num_stages, whole) : unit_length(shape, num_stages);
+    };
+    if (whole > 0) {
+      const int32_t flat = std::max(divide_up(length, shape.workers), shape.least_range);
+      expect((whole + shape.lead) * divide_up(shape.whole_ranges, shape.workers) <=
+                 flat + flat / 32 + shape.part_cost,
+             "whole ranges: no longer than a flat cut costs");
+      of_head = 0;
+      for (Tile& tile : tiles) {
+        tile.unit_begin = of_head;
+        of_head += length_of(tile.num_stages);
+      }
+      length = of_head * shape.num_kv_heads;
+      shape.lead = 0;
+    }
+    const int32_t step = whole > 0 ? whole : range_length(shape, length);
+    const int32_t num_ranges = divide_up(length, step);
+    if (shape.fixed_range == 0) {
+      expect(num_ranges <= (whole > 0 ? shape.whole_ranges : shape.flat_ranges),
+             "ranges: no more than asked");
+    }
     std::set<int32_t> slots;
     int64_t found = 0, wanted = 0;
     for (const Tile& tile : tiles) {
-      const int32_t unit = unit_length(shape, tile.num_stages);
+      const int32_t unit = length_of(tile.num_stages);
       for (int head = 0; head < shape.num_kv_heads && unit > 0; ++head) {
         const int32_t begin = head * of_head + tile.unit_begin + shape.lead;
         const UnitParts parts = parts_of(begin, tile.num_stages, step);
@@ -167,14 +206,15 @@ void work_split() {
           if (parts.count == 1) continue;
           expect(slots.insert(parts.slot(part)).second, "partials: one slot each");
           expect(parts.slot(part) / 2 == range, "partials: two slots a range");
-          if (shape.fixed_range > 0) {
-            expect((from - begin) % step == 0, "a fixed range begins where the unit says");
+          if (shape.fixed_range > 0 || whole > 0) {
+            expect((from - begin) % step == 0, "a whole range begins where the unit says");
           }
         }
       }
     }
     expect(found == wanted, "ranges: every stage once");
   }
+  expect(num_whole > 50, "both cuts were tried");
 }
 
 // The planner of cuda/pack.cuh in a straight line: every block once, and what is seen of each run.

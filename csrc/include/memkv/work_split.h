@@ -8,13 +8,16 @@
 //     segments of a sequence   [0 1 2 3][4 5 6 7 8 9][10 11]        stage 0 is not visible
 //     runs of a tile           [  1 2 3][4 5 6 7 8 9][10 11]        stages_before: 0, 3, 9, 11
 //     units, laid end to end   |..tile 0, head 0  |..tile 1, head 0  |..tile 0, head 1 |...
-//     ranges                   |----- 0 -----|----- 1 -----|----- 2 -----|--...    range_length each
+//     flat ranges              |----- 0 -----|----- 1 -----|----- 2 -----|--...    range_length each
+//     whole ranges             |- 0 --|- 1 --|- 2 --|- 3 --|- 4 --|- 5 --|...       within a unit each
 //
-// A worker takes a range, or some in turn, wherever they begin and end. The work is flat, so the
-// ranges are alike but for the last: no worker waits for another because its sequence is longer.
-// Units of a kv head lie together, so that workers are in the same heads at a time. What two ranges
-// find of one unit are partials, merged in the order of the ranges. In front of each unit `lead`
-// stages are left free, for what it takes to begin and to end one.
+// A worker takes a range, or some in turn. Flat ranges are alike but for the last, wherever they begin
+// and end: no worker waits for another because its sequence is longer, but most have parts of two
+// units, and begin and end twice. Whole ranges have part of one unit: better where units divide evenly
+// among the workers, which the planner looks for. Units of a kv head lie together, so that workers are
+// in the same heads at a time. What two ranges find of one unit are partials, merged in the order of
+// the ranges. In front of each unit of a flat cut `lead` stages are left free, for what it takes to
+// begin and to end one.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +34,14 @@ struct WorkShape {
   int32_t num_kv_heads;
   int32_t window;
   int32_t least_rows, most_rows;  // sequences with fewer or more rows are left to another kernel
-  int32_t max_ranges;
-  int32_t least_range;  // stages that a worker's warps read at once: no range is shorter
+  int32_t workers;                // at a time, with a processor each
+  int32_t max_ranges;             // however they are cut
+  int32_t flat_ranges;            // of a flat cut
+  int32_t whole_ranges;           // of a whole one, a multiple of workers; 0: the cut is flat
+  int32_t least_range;            // stages that a worker's warps read at once: no range is shorter
   int32_t fixed_range;  // stages of every range, each within one unit; 0: as balance wants it
   int32_t lead;         // what a unit costs beside its stages, in stages; 0 where ranges are fixed
+  int32_t part_cost;    // what a worker's second unit costs, in stages
 };
 
 struct alignas(16) QueryTile {
@@ -42,8 +49,8 @@ struct alignas(16) QueryTile {
   int32_t num_rows;
   int32_t first_segment, num_runs;
   int32_t first_run;
-  int32_t num_stages;   // of each unit
-  int32_t unit_length;  // with its lead, or rounded up to whole ranges where those are fixed
+  int32_t num_stages;                     // of each unit
+  int32_t unit_length;                    // with its lead, or rounded up to whole ranges
   int32_t least_position, most_position;  // of its rows
   int32_t kept_row;                       // of first_token, where rows are kept to be joined
   int32_t index;                          // of the sequence's tiles
@@ -126,16 +133,39 @@ MEMKV_HD Stages visible_stages(const WorkShape& shape,
   return {first, (end - 1) / shape.stage_tokens + 1 - first};
 }
 
+MEMKV_HD int32_t round_up(int32_t x, int32_t step) { return divide_up(x, step) * step; }
+
+// Where ranges are flat or fixed.
 MEMKV_HD int32_t unit_length(const WorkShape& shape, int32_t num_stages) {
   if (num_stages == 0) return 0;
-  return shape.fixed_range > 0 ? divide_up(num_stages, shape.fixed_range) * shape.fixed_range
-                               : num_stages + shape.lead;
+  return shape.fixed_range > 0 ? round_up(num_stages, shape.fixed_range) : num_stages + shape.lead;
 }
 
+// Of a flat cut, or a fixed one.
 MEMKV_HD int32_t range_length(const WorkShape& shape, int32_t length) {
   if (shape.fixed_range > 0) return shape.fixed_range;
-  const int32_t balanced = divide_up(length, shape.max_ranges);
+  const int32_t balanced = divide_up(length, shape.flat_ranges);
   return balanced > shape.least_range ? balanced : shape.least_range;
+}
+
+// The lengths of whole ranges that are worth trying: as long as it takes at least, and no longer than
+// what a flat cut costs. The shortest at which the units of a kv head make no more than `ranges` is
+// the best.
+struct WholeLengths {
+  int32_t least, most, ranges;
+};
+
+// length: of all units, as for a flat cut; stages: of the units of a kv head, without leads.
+MEMKV_HD WholeLengths whole_lengths(const WorkShape& shape, int32_t length, int32_t stages) {
+  const int32_t ranges = shape.whole_ranges / shape.num_kv_heads;
+  if (ranges == 0) return {1, 0, 0};
+  const int32_t balanced = divide_up(stages, ranges);
+  const int32_t flat = divide_up(length, shape.workers);
+  const int32_t flat_cost =
+      (flat > shape.least_range ? flat : shape.least_range) + flat / 32 + shape.part_cost;
+  return {balanced > shape.least_range ? balanced : shape.least_range,
+          flat_cost / divide_up(shape.whole_ranges, shape.workers) - shape.lead,
+          ranges};
 }
 
 // unit_begin: of the unit's first stage.
