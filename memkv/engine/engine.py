@@ -89,6 +89,7 @@ class Engine:
         The generation itself may fail with `Overloaded`, `ReuseUnavailable`, what the source raises, or
         what the model's step raises.
         """
+        asked = time.monotonic()
         request.validate(self._model.spec.vocab_size)
         layout = self.layout(request.block_size)
         generation = Generation()
@@ -97,7 +98,7 @@ class Engine:
             source,
             generation,
             self._model.spec.eos_token_ids,
-            time.monotonic(),
+            asked,
             self._config.queue_seconds,
         )
         generation.on_cancel = partial(self.cancel, sequence)

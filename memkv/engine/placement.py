@@ -41,6 +41,16 @@ class MappedPiece:
     def end(self) -> int:
         return self.position + self.num_tokens
 
+    def segment(
+        self, blocks: tuple[int, ...], first: int, block_size: int, *, private: bool = False
+    ) -> Segment:
+        """Its tokens from block `first` on, as many as `blocks` hold: mapped, or in private blocks."""
+        skipped = first * block_size
+        num_tokens = min(len(blocks) * block_size, self.num_tokens - skipped)
+        position = self.position + skipped
+        stored_position = position if private else self.ref.stored_position + skipped
+        return Segment(blocks, num_tokens, position, stored_position, private=private)
+
 
 @dataclass(frozen=True, slots=True)
 class PrivatePiece:
@@ -117,12 +127,15 @@ class Placement:
                 blocks = _pop(left, num_blocks)
                 table.append(Segment(blocks, piece.num_tokens, piece.position, piece.position, private=True))
                 continue
-            index = len(table.segments)
-            ref = piece.ref
-            blocks = tuple(chunks[ref.input_key][:num_blocks])
-            table.append(Segment(blocks, piece.num_tokens, piece.position, ref.stored_position))
-            for first, count in reversed(piece.fresh):  # from the end: what is before stays segment `index`
-                table.replace(index, first, _pop(left, count))
+            blocks = tuple(chunks[piece.ref.input_key][:num_blocks])
+            start = 0  # of what is left of it, in blocks
+            for first, count in piece.fresh:
+                if start < first:
+                    table.append(piece.segment(blocks[start:first], start, self.block_size))
+                table.append(piece.segment(_pop(left, count), first, self.block_size, private=True))
+                start = first + count
+            if start < num_blocks:
+                table.append(piece.segment(blocks[start:], start, self.block_size))
         return table
 
 
@@ -213,7 +226,7 @@ def _choose(request: GenerateRequest, look: BlockMass | None) -> _Choice:
         return _Choice(exact, [[] for _ in exact], policy.look, most)
     fresh = policy.fresh_blocks(mapped, look)
     assert len(fresh) == len(mapped) and all(
-        list(indices) == sorted(set(indices) & set(range(chunk.num_blocks)))
+        not indices or list(indices) == sorted(set(indices) & set(range(chunk.num_blocks)))
         for indices, chunk in zip(fresh, mapped, strict=True)
     ), "bug: a policy named blocks that are not there, or not in order"
     assert look is None or sum(map(len, fresh)) <= most, "bug: a policy named more blocks than it said"

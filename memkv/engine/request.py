@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -84,8 +83,10 @@ class GenerateRequest:
     @cached_property
     def prompt_ids(self) -> Int64s:
         """[prompt_tokens]"""
-        texts = (self.prefix.token_ids, *map(piece_ids, self.pieces), self.tail_ids)
-        return _array(texts)
+        texts = [
+            np.array(each, dtype=np.int64) if isinstance(each, tuple) else each.ids for each in self.pieces
+        ]
+        return np.concatenate((self.prefix.ids, *texts, _array(self.tail_ids)))
 
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
@@ -95,7 +96,7 @@ class GenerateRequest:
             raise BadRequestError("pieces and chunks name other chunks", hint="give one of them")
         _validate_ids(self.prompt_ids, vocab_size)
         if self.context is not None:
-            _validate_ids(_array((self.context.token_ids,)), vocab_size)
+            _validate_ids(self.context.ids, vocab_size)
         if not self.tail_ids:
             raise BadRequestError("the prompt has no tail", hint="a question is needed behind the chunks")
         if self.reuse not in ("auto", "off", "strict"):
@@ -121,17 +122,15 @@ class PrefillRequest:
     def validate(self, vocab_size: int) -> None:
         """Raises `BadRequestError` for what no engine can run."""
         _validate_refs(self.context, self.chunks)
-        texts = (self.context.token_ids, *(ref.token_ids for ref in self.chunks))
-        _validate_ids(_array(texts), vocab_size)
+        _validate_ids(np.concatenate([ref.ids for ref in (self.context, *self.chunks)]), vocab_size)
 
 
 def piece_ids(piece: Piece) -> tuple[int, ...]:
     return piece if isinstance(piece, tuple) else piece.token_ids
 
 
-def _array(texts: Sequence[tuple[int, ...]]) -> Int64s:
-    """The texts behind each other."""
-    return np.fromiter(itertools.chain.from_iterable(texts), np.int64, sum(map(len, texts)))
+def _array(ids: tuple[int, ...]) -> Int64s:
+    return np.array(ids, dtype=np.int64)
 
 
 def _validate_refs(context: ChunkRef, chunks: tuple[ChunkRef, ...]) -> None:

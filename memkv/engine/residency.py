@@ -16,6 +16,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -29,7 +30,7 @@ from memkv.kv.block_pool import BlockPool
 from memkv.kv.chunk import ChunkKV
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkRef:
     """A chunk by its key, with the tokens that its KV depends on. The prefix is one with no context.
 
@@ -44,6 +45,11 @@ class ChunkRef:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """[num_tokens], its token ids."""
+        return np.array(self.token_ids, dtype=np.int64)
 
     @property
     def stored_position(self) -> int:
@@ -261,7 +267,7 @@ class Residency:
 
     def _find(self, key: str, ref: ChunkRef) -> ResidentChunk | None:
         chunk = self._chunks.get(key)
-        if chunk is not None and chunk.ref != ref:
+        if chunk is not None and chunk.ref is not ref and chunk.ref != ref:
             raise InternalServerError(
                 f"chunk key {key[:16]} stands for two different token sequences",
                 hint="the tenant's secret or the store is damaged: run `memkv store verify --full`",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +43,9 @@ def to_host(tensor: Tensor) -> Tensor:
     return target.copy_(tensor, non_blocking=True)
 
 
+_STAGED_AT_ONCE = 2  # contents of static arrays on their way: a step runs while the next one is prepared
+
+
 class StaticArrays:
     """Tensors that stay where they are and get new contents by one copy, as a CUDA graph wants them.
 
@@ -53,7 +58,9 @@ class StaticArrays:
     ) -> None:
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
         self._places = dict(zip(shapes, _places(sizes), strict=True))
-        self._memory = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8, device=device)
+        num_bytes = sum(map(_aligned, sizes))
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._staged = deque(_Staged(num_bytes, device) for _ in range(_STAGED_AT_ONCE))
         self.tensors = {
             name: self._memory[self._places[name]].view(dtype).reshape(shape)
             for name, (dtype, shape) in shapes.items()
@@ -61,15 +68,35 @@ class StaticArrays:
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Sets each tensor to an array of its dtype, or to one with fewer rows and 0 behind them."""
-        staged = torch.zeros(
-            self._memory.shape, dtype=torch.uint8, pin_memory=self._memory.is_cuda
-        )  # kept by torch until it is copied
-        host = staged.numpy()
-        for name, array in arrays.items():
-            place = self._places[name]
-            assert array.nbytes <= place.stop - place.start, "bug: an array is larger than its tensor"
-            host[place.start : place.start + array.nbytes] = _bytes_of(array)
-        self._memory.copy_(staged, non_blocking=True)
+        staged = self._staged[0]
+        self._staged.rotate(-1)
+        staged.await_copy()
+        for name, place in self._places.items():
+            array = arrays[name]
+            end = place.start + array.nbytes
+            assert end <= place.stop, "bug: an array is larger than its tensor"
+            staged.host[place.start : end] = _bytes_of(array)
+            staged.host[end : place.stop] = 0
+        staged.copy_to(self._memory)
+
+
+class _Staged:
+    """Host memory, pinned for a GPU, that is copied from again and again."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.host = self._memory.numpy()
+
+    def await_copy(self) -> None:
+        """Until the last copy of it is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to(self, target: Tensor) -> None:
+        target.copy_(self._memory, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

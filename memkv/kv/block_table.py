@@ -72,23 +72,6 @@ class BlockTable:
         self._check(segment)
         self._segments.append(segment)
 
-    def replace(self, index: int, first: int, fresh: Sequence[int]) -> list[int]:
-        """Puts private blocks in the place of blocks `first .. first + len(fresh)` of a shared segment.
-
-        The segment is split around them; positions stay. Returns the ids that are no longer mapped there.
-        """
-        old = self._segments[index]
-        last = first + len(fresh)
-        assert not old.private and fresh and first >= 0 and last <= len(old.blocks), "bug: bad replacement"
-        head, middle, tail = (
-            self._part(old, a, b) for a, b in ((0, first), (first, last), (last, len(old.blocks)))
-        )
-        assert middle is not None
-        at = middle.position
-        private = Segment(tuple(fresh), middle.num_tokens, at, at, private=True)
-        self._segments[index : index + 1] = [s for s in (head, private, tail) if s is not None]
-        return list(middle.blocks)
-
     def grow(self, num_tokens: int, blocks: Sequence[int] = ()) -> None:
         """Adds tokens, and the blocks they need, to the last segment, which must be private."""
         last = self._segments[-1]
@@ -132,15 +115,3 @@ class BlockTable:
         )
         if segment.private:
             assert segment.position == segment.stored_position, "bug: a private segment is stored elsewhere"
-
-    def _part(self, segment: Segment, first: int, last: int) -> Segment | None:
-        """Blocks `first .. last` of a segment as a segment of their own."""
-        if first == last:
-            return None
-        skipped = first * self._block_size
-        return Segment(
-            blocks=segment.blocks[first:last],
-            num_tokens=min(segment.num_tokens - skipped, (last - first) * self._block_size),
-            position=segment.position + skipped,
-            stored_position=segment.stored_position + skipped,
-        )

@@ -9,11 +9,12 @@ from engine_harness import RandomPrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memkv.engine.placement import MappedPiece, PrivatePiece, place
+from memkv.engine.placement import MappedPiece, Placement, PrivatePiece, place
 from memkv.engine.request import GenerateRequest
 from memkv.engine.residency import ChunkRef
 from memkv.engine.reuse import BlockMass, Exact, Head, Map, MappedChunk, ReusePolicy
 from memkv.engine.sampler import Sampling
+from memkv.kv.block_table import Segment
 
 SIZE = 16
 
@@ -153,6 +154,37 @@ def test_head_replaces_the_first_blocks_of_every_later_chunk() -> None:
         ((0, 2),),
         ((0, 2),),
     ]
+
+
+@pytest.mark.parametrize(
+    ("fresh", "expected"),
+    [
+        (
+            ((1, 1),),
+            [
+                Segment((7,), 16, 100, 13),
+                Segment((3,), 16, 116, 116, private=True),
+                Segment((9,), 8, 132, 45),
+            ],
+        ),
+        (((2, 1),), [Segment((7, 8), 32, 100, 13), Segment((3,), 8, 132, 132, private=True)]),
+        (
+            ((0, 1), (2, 1)),
+            [
+                Segment((3,), 16, 100, 100, private=True),
+                Segment((8,), 16, 116, 29),
+                Segment((4,), 8, 132, 132, private=True),
+            ],
+        ),
+    ],
+)
+def test_fresh_blocks_split_a_chunk(fresh: tuple[tuple[int, int], ...], expected: list[Segment]) -> None:
+    ref = ChunkRef("c", tuple(range(13)), tuple(range(40)))
+    pieces = (MappedPiece(ref, 100, 40, False, fresh), PrivatePiece(140, 5))
+    placement = Placement(16, pieces, (ref,), 3, 3, 0)
+    table = placement.table({"c": (7, 8, 9)}, [*[3, 4, 5][: len(fresh)], 6])
+    assert list(table.segments[:-1]) == expected
+    table.check_integrity()
 
 
 def test_a_chunk_that_is_fresh_throughout_is_not_pinned() -> None:

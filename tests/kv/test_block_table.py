@@ -58,23 +58,6 @@ class TableMachine(RuleBasedStateMachine):
         for i in range(tokens):
             self.keys[position + i] = (blocks[i // self.size], i % self.size, position + i)
 
-    @precondition(lambda self: any(not s.private and s.blocks for s in self.table.segments))
-    @rule(data=st.data())
-    def replace(self, data: st.DataObject) -> None:
-        choices = [i for i, s in enumerate(self.table.segments) if not s.private and s.blocks]
-        index = data.draw(st.sampled_from(choices))
-        old = self.table.segments[index]
-        first = data.draw(st.integers(0, len(old.blocks) - 1))
-        count = data.draw(st.integers(1, len(old.blocks) - first))
-        fresh = tuple(self.pool.allocate(count))
-        dropped = self.table.replace(index, first, fresh)
-        assert dropped == list(old.blocks[first : first + count])
-        self.pool.release(dropped)
-        for block in dropped:
-            self.shared.remove(block)
-        start = old.position + first * self.size
-        self.write(start, min(count * self.size, old.end - start), fresh)
-
     @precondition(lambda self: self.table.segments and self.table.segments[-1].private)
     @rule(tokens=st.integers(0, 40))
     def grow(self, tokens: int) -> None:
@@ -134,25 +117,6 @@ TestTableMachine = TableMachine.TestCase
 TestTableMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-def test_a_block_in_the_middle_splits_a_segment() -> None:
-    table = BlockTable(16)
-    table.append(Segment((7, 8, 9), 40, 100, 13))
-    assert table.replace(0, 1, [3]) == [8]
-    assert list(table.segments) == [
-        Segment((7,), 16, 100, 13),
-        Segment((3,), 16, 116, 116, private=True),
-        Segment((9,), 8, 132, 45),
-    ]
-
-
-def test_a_partly_filled_last_block_is_replaced_by_its_tokens_only() -> None:
-    table = BlockTable(16)
-    table.append(Segment((7, 8, 9), 40, 100, 13))
-    table.replace(0, 2, [3])
-    assert table.segments[-1] == Segment((3,), 8, 132, 132, private=True)
-    assert table.end == 140
-
-
 @pytest.mark.parametrize(
     "segments",
     [
@@ -185,15 +149,6 @@ def test_check_integrity_sees_a_private_block_twice(segments: list[Segment]) -> 
         table.append(segment)
     with pytest.raises(AssertionError, match="private"):
         table.check_integrity()
-
-
-def test_only_shared_blocks_that_exist_are_replaced() -> None:
-    table = BlockTable(16)
-    table.append(Segment((1, 2), 32, 0, 0))
-    table.append(Segment((3,), 4, 32, 32, private=True))
-    for index, first, fresh in ((1, 0, [9]), (0, 1, [8, 9]), (0, 0, []), (0, -1, [9])):
-        with pytest.raises(AssertionError, match="bad replacement"):
-            table.replace(index, first, fresh)
 
 
 def test_only_a_private_segment_grows() -> None:
