@@ -8,76 +8,74 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from memkv.cli.db import inspect_database
-from memkv.cli.output import Output, bytes_text, counted, output_options, printable
+from memkv.cli.doctor_store import check_clock, check_files, check_fingerprints
+from memkv.cli.findings import Finding, print_findings
+from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.target import Target, embedded_options
 from memkv.errors import ExtensionMissing, MemKVError
 
 if TYPE_CHECKING:
     from memkv.config import Config
 
-State = Literal["ok", "warning", "failed"]
-
 _LEAST_FREE = 500_000_000  # bytes
-_MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        detail: what was found.
-        fix: the command, or the sentence, that mends it; empty where nothing is to mend.
-        mend: what `--fix` does about it; None where that is left to people.
-    """
-
-    name: str
-    state: State
-    detail: str
-    fix: str = ""
-    mend: Callable[[], object] | None = None
 
 
 @click.command()
 @click.option(
     "--fix",
     is_flag=True,
-    help="Mend what can be mended: install missing models, upgrade the schema after a backup, mend modes.",
+    help="Mend what can be mended: install missing models, upgrade the schema after a backup, mend modes, "
+    "remove block files that have no row or no use.",
 )
 @embedded_options
 @output_options
 @click.pass_context
 def doctor(ctx: click.Context, fix: bool, target: Target, out: Output) -> None:
-    """Check this installation and say how to mend it. Exit code 1 where something does not work."""
+    """Check this installation and its store, and say how to mend them. Without --fix nothing is changed.
+
+    Exit code 1 where something does not work; what is only a warning leaves it 0.
+    """
     config = target.config()
     found = [finding for check in CHECKS for finding in check(config)]
+    mended: list[str] = []
     if fix and any(finding.mend for finding in found):
-        for finding in found:
-            if finding.mend is not None:
-                out.note(f"mending {finding.name}: {finding.detail}")
-                finding.mend()
+        mended = _mend(found, out)
         found = [finding for check in CHECKS for finding in check(config)]
     if out.is_json:
-        out.json([_plain(finding) for finding in found])
+        out.json({"findings": [_plain(finding) for finding in found], "mended": mended})
     else:
-        width = max(len(finding.name) for finding in found)
-        for finding in found:
-            mark, colour = _MARKS[finding.state]
-            click.echo(
-                f"{click.style(mark, fg=colour)} {finding.name.ljust(width)}  {printable(finding.detail)}"
-            )
-            if finding.fix:
-                click.echo(f"{' ' * (width + 4)}{click.style('fix:', bold=True)} {printable(finding.fix)}")
+        print_findings(found)
     ctx.exit(1 if any(finding.state == "failed" for finding in found) else 0)
+
+
+def _mend(findings: Sequence[Finding], out: Output) -> list[str]:
+    """Mends what can be mended, each thing once; returns what was done, one sentence for each."""
+    done: list[str] = []
+    seen: list[partial[str]] = []
+    for finding in findings:
+        if finding.mend is None or any(_same(finding.mend, other) for other in seen):
+            continue
+        seen.append(finding.mend)
+        out.note(f"mending {finding.name}: {finding.detail}")
+        try:
+            done.append(f"{finding.name}: {finding.mend()}")
+        except MemKVError as error:
+            out.note(f"could not be mended: {error.detail} ({error.hint})")
+        else:
+            out.note(f"mended {done[-1]}")
+    return done
+
+
+def _same(one: partial[str], other: partial[str]) -> bool:
+    return (one.func, one.args) == (other.func, other.args)
 
 
 def _plain(finding: Finding) -> dict[str, object]:
@@ -187,7 +185,7 @@ def check_database(config: Config) -> Iterator[Finding]:
 
 def check_models(config: Config) -> Iterator[Finding]:
     try:
-        from memkv.model.install import KNOWN_MODELS, install, resolve
+        from memkv.model.install import KNOWN_MODELS, resolve
     except ImportError as error:
         yield Finding("models", "failed", f"cannot be looked up: {error}", "pip install 'memkv[cpu]'")
         return
@@ -198,7 +196,7 @@ def check_models(config: Config) -> Iterator[Finding]:
         except MemKVError as error:
             known = chosen in KNOWN_MODELS
             fix = f"memkv models install {chosen}" if known else error.hint
-            mend = partial(install, chosen, root) if known else None
+            mend = partial(_install, chosen, root) if known else None
             yield Finding(name, "failed", error.detail, fix, mend)
 
 
@@ -235,7 +233,7 @@ def check_modes(config: Config) -> Iterator[Finding]:
             "warning",
             f"{directory} is open to other users",
             f"chmod go= {directory}",
-            partial(directory.chmod, 0o700),
+            partial(_restrict, directory),
         )
     else:
         yield Finding("modes", "ok", f"{directory} is its owner's alone")
@@ -255,21 +253,34 @@ def check_parser(config: Config) -> Iterator[Finding]:
         yield Finding("parser", "ok", "the process that cuts documents has no network")
 
 
-def _upgrade(config: Config, revision: str) -> None:
+def _install(model: str, root: Path | None) -> str:
+    from memkv.model.install import install
+
+    return f"installed {model} in {install(model, root)}"
+
+
+def _restrict(directory: Path) -> str:
+    directory.chmod(0o700)
+    return f"{directory} is its owner's alone now"
+
+
+def _upgrade(config: Config, revision: str) -> str:
     """Backs the database up beside the data, then upgrades it."""
     from memkv.cli.db import existing_database
     from memkv.store import Store
     from memkv.store.backup import back_up
 
     directory = Path(config.store.data_dir)
+    copy = directory / f"before-upgrade-from-{revision}"
     with existing_database(config) as database:
-        back_up(database, directory / f"before-upgrade-from-{revision}")
+        back_up(database, copy)
     Store.open(
         directory,
         config.store.database_url or None,
         upgrade=True,
         busy_seconds=config.store.busy_seconds,
     ).close()
+    return f"upgraded from {revision}; the database as it was: {copy}"
 
 
 def check_port(config: Config) -> Iterator[Finding]:
@@ -315,6 +326,9 @@ CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_faiss,
     check_models,
     check_database,
+    check_files,
+    check_fingerprints,
+    check_clock,
     check_disk,
     check_modes,
     check_parser,

@@ -73,7 +73,8 @@ class Parts:
             gc.unfreeze()
 
 
-def _models_dir(config: Config) -> Path:
+def models_dir(config: Config) -> Path:
+    """Where models that are known by name lie."""
     return Path(config.model.models_dir).expanduser() if config.model.models_dir else default_models_dir()
 
 
@@ -91,7 +92,7 @@ def load_language_model(config: Config) -> LoadedModel:
     """On the one device that the configuration names."""
     device, dtype = choose_device(config)
     return load_model(
-        config.model.model, dtype=dtype, device=device, allow_download=True, models_dir=_models_dir(config)
+        config.model.model, dtype=dtype, device=device, allow_download=True, models_dir=models_dir(config)
     )
 
 
@@ -107,4 +108,4 @@ def choose_device(config: Config) -> tuple[str, str]:
 
 
 def load_embedder(config: Config) -> Embedder:
-    return Embedder.load(resolve(config.model.embedder, _models_dir(config), allow_download=True))
+    return Embedder.load(resolve(config.model.embedder, models_dir(config), allow_download=True))

@@ -58,6 +58,29 @@ class LoadedModel:
     device: str
 
 
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What files alone tell of a model: the digests that `LoadedModel` has."""
+
+    tokenizer: PreTrainedTokenizerBase
+    weights_digest: str
+    tokenizer_digest: str
+
+
+def identify_model(path_or_name: str, models_dir: Path | None = None) -> ModelIdentity:
+    """Reads the tokenizer, and of the weights what their digest needs; nothing is downloaded.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, ModelDamaged: as `load_model` does.
+    """
+    directory = resolve(path_or_name, models_dir)
+    inspect_config(_read_config(directory))
+    files = _weight_files(directory)
+    with _quiet():
+        tokenizer = _read_tokenizer(directory)
+    return ModelIdentity(tokenizer, weights_digest(directory, files), tokenizer_digest(directory, tokenizer))
+
+
 def load_model(
     path_or_name: str,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Select, delete, exists, func, insert, or_, select, update
@@ -148,6 +148,19 @@ class UpkeepStatements(Statements):
                 transaction.connection.execute(
                     update(KVFile).where(KVFile.input_key.in_(batch)).values(verified_at=now())
                 )
+
+    def rows_from_the_future(self, slack: timedelta) -> tuple[int, datetime | None]:
+        """How many moments were written down that lie further ahead than `slack`, and the latest of them."""
+        late = now() + slack
+        found: list[datetime] = []
+        count = 0
+        columns = (Document.updated_at, Job.created_at, KVFile.created_at, KVFile.verified_at, KVUse.used_at)
+        with self._database.read() as connection:
+            for column in columns:
+                row = connection.execute(select(func.count(), func.max(column)).where(column > late)).one()
+                count += row[0]
+                found += [row[1]] if row[1] is not None else []
+        return count, max(found, default=None)
 
     def kv_bytes(self, *, tenant: str | None = None, collection_id: str | None = None) -> int:
         """Bytes of block files: of all, of a tenant, or made for a collection."""

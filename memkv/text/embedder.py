@@ -62,7 +62,7 @@ class Embedder:
         """
         path = Path(directory).expanduser()
         _check_modules(path)
-        digest = _digest(path)
+        digest = embedder_digest(path)
         try:
             with _no_progress_bar():
                 model = SentenceTransformer(
@@ -208,7 +208,7 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _digest(path: Path) -> str:
+def embedder_digest(path: Path) -> str:
     """Over the weights (cached by `weights_digest`) and every file of configuration and vocabulary."""
     files = sorted(
         os.path.relpath(os.path.join(folder, name), path)

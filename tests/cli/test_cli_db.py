@@ -118,7 +118,7 @@ def test_a_postgresql_that_is_not_there_is_told_in_plain_words(
 class TestDoctor:
     def findings(self, run: Run, *options: str, models: list[str]) -> dict[str, str]:
         result = run("doctor", *options, *WHERE, *models, "--format", "json")
-        return {finding["name"]: finding["state"] for finding in json.loads(result.stdout)}
+        return {finding["name"]: finding["state"] for finding in json.loads(result.stdout)["findings"]}
 
     def test_an_older_schema_is_backed_up_and_upgraded(
         self, run: Run, database: Path, models: list[str]
@@ -143,7 +143,7 @@ class TestDoctor:
         from memkv.model import install
 
         installed: list[str] = []
-        monkeypatch.setattr(install, "install", lambda name, root: installed.append(name))
+        monkeypatch.setattr(install, "install", lambda name, root: installed.append(name) or Path("there"))
         monkeypatch.setenv("MEMKV_MODELS_DIR", "nothing-here")
         assert self.findings(run, "--fix", models=[])["model"] == "failed"
         assert installed == ["smollm2-135m-instruct", "all-minilm-l6-v2"]
