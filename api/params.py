@@ -48,6 +48,12 @@ CollectionFilter = Annotated[
     str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only jobs of this collection")
 ]
 SnapshotId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the snapshot")]
+ArchivePath = Annotated[
+    str,
+    PathParameter(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar$(?!\n)", description="Name of the archive"
+    ),
+]
 FileKey = Annotated[
     str,
     PathParameter(

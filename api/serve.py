@@ -10,6 +10,7 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,11 @@ from memkv.api.protocol import HTTPProtocol
 from memkv.config import Config, ServerConfig
 from memkv.errors import ConfigError
 from memkv.loopback import is_loopback
+from memkv.store.restoration import restore_between
 
 if TYPE_CHECKING:
     from memkv.memory import Memory
+    from memkv.memory.administration import Restoration
 
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep an idle connection, so that it is they who close it
 _FLUSH_SECONDS = 2  # for the last words of requests that were cut
@@ -53,20 +56,52 @@ def listen(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def serve_until_told(
+    open_memory: Callable[[], Memory],
+    config: Config,
+    *,
+    sock: socket.socket,
+    on_start: Callable[[str], None] | None = None,
+) -> None:
+    """Serves until the process is told to stop; where a snapshot is to be restored, closes the memory,
+    restores, and serves what is there then. Who connects meanwhile waits.
+
+    Args:
+        open_memory: a memory of this configuration.
+        sock: from `listen`; closed in the end.
+        on_start: called with the server's URL once it answers for the first time.
+
+    Raises:
+        MemKVError: the memory cannot be opened.
+    """
+    with sock:
+        while True:
+            with open_memory() as memory:
+                # the server closes what it listens on, and whoever connects is to wait for the next one
+                restoration = serve(memory, config, sock=sock.dup(), on_start=on_start, serves_again=True)
+            if restoration is None:
+                return
+            on_start = None
+            _restore(config, restoration)
+
+
 def serve(
     memory: Memory,
     config: Config,
     *,
     sock: socket.socket | None = None,
     on_start: Callable[[str], None] | None = None,
-) -> None:
-    """Serves `memory` until the process is told to stop; returns when no request runs any more.
+    serves_again: bool = False,
+) -> Restoration | None:
+    """Serves `memory` until the process is told to stop, or a snapshot is to be restored, which is returned;
+    no request runs any more then.
 
     Args:
         memory: open; the caller closes it afterwards.
         config: its sections `server` and `log`.
         sock: from `listen`; made here by default.
         on_start: called with the server's URL once it answers.
+        serves_again: whether the caller restores snapshots.
 
     Raises:
         ConfigError: see `listen`.
@@ -74,7 +109,7 @@ def serve(
     sock = sock or listen(config.server)
     configure_logging(config.log)
     _tell_store(memory)
-    drain = Drain()
+    drain = Drain(serves_again=serves_again)
     app = create_app(memory, config, drain=drain)
     settings = uvicorn.Config(
         app,
@@ -92,6 +127,7 @@ def serve(
     url = _url(sock)
     server = _DrainingServer(settings, drain, config.server.drain_seconds, lambda: _started(url, on_start))
     server.run(sockets=[sock])
+    return drain.restoration
 
 
 class _DrainingServer(uvicorn.Server):
@@ -102,25 +138,40 @@ class _DrainingServer(uvicorn.Server):
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._on_start = on_start
-        self._deadline = 0.0
+        self._deadline: float | None = None  # while it drains
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._drain.restoration = None  # who stops the server wants it to end
         if self._drain.draining:
             self._deadline = 0.0
         else:
-            self._deadline = time.monotonic() + self._drain_seconds
             self._drain.begin()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._drain.draining and (self._drain.running == 0 or time.monotonic() >= self._deadline):
+        if self._drain.draining and self._deadline is None:
+            self._deadline = time.monotonic() + self._drain_seconds
+        if self._deadline is not None and (self._drain.running == 0 or time.monotonic() >= self._deadline):
             _log.info("stopping", requests_cut=self._drain.running)
             self._drain.cut()
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _restore(config: Config, restoration: Restoration) -> None:
+    snapshot = restoration.reply.snapshot.id
+    _log.warning("restoring", snapshot=snapshot)
+    failure = restore_between(
+        Path(config.store.data_dir),
+        config.store.database_url or None,
+        restoration.job,
+        busy_seconds=config.store.busy_seconds,
+    )
+    if failure is not None:
+        _log.error("not_restored", snapshot=snapshot, detail=failure.detail, hint=failure.hint)
 
 
 def _tell_store(memory: Memory) -> None:

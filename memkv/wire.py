@@ -21,6 +21,7 @@ Filter = dict[
 ]  # {"type": "eq", "key": ..., "value": ...} | {"type": "and", "filters": [...]} | {key: value}
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
+ArchiveName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar$(?!\n)")]
 ExternalId = Annotated[str, Meta(min_length=1, max_length=512)]
 Title = Annotated[str, Meta(max_length=512)]
 TopK = Annotated[int, Meta(ge=1, le=1000)]
@@ -280,6 +281,8 @@ class JobCounts(Reply, frozen=True, kw_only=True):
     chunks_reused: int = 0
     tokens_prefilled: int = 0
     kv_bytes_written: int = 0
+    bytes_before: int = 0  # of blocks/, indexes/ and quarantine/: of finished jobs about the store
+    bytes_after: int = 0
 
 
 class Job(Reply, frozen=True, kw_only=True):
@@ -297,6 +300,8 @@ class Job(Reply, frozen=True, kw_only=True):
     owner: str = ""  # the process that runs it
     heartbeat_at: str = ""  # when that one was last heard of
     verification: StoreVerification | None = None  # of a finished `verify`
+    exported: Exported | None = None  # of a finished `export`
+    imported: Imported | None = None  # of a finished `import`
 
 
 class Accepted(Reply, frozen=True, kw_only=True):
@@ -498,13 +503,19 @@ class StoreProblem(Reply, frozen=True, kw_only=True):
 
 class StoreVerification(Reply, frozen=True, kw_only=True):
     full: bool  # every byte was read and checked
-    kv_files: int
+    kv_files: int  # of the whole store
     kv_bytes: int
     problems: list[StoreProblem]  # the first thousand
     seconds: float
     found: int = 0
     repaired: int = 0
     recomputed: int = 0  # chunks that were prefilled again and compared
+    files: int = 0  # that were looked at
+    bytes: int = 0
+    files_left: int = 0  # for want of time: the next verification begins with them
+    bytes_left: int = 0
+    bytes_before: int = 0  # of blocks/, indexes/ and quarantine/
+    bytes_after: int = 0
 
 
 class StoreFile(Reply, frozen=True, kw_only=True):
@@ -567,12 +578,15 @@ class StoreWork(Reply, frozen=True, kw_only=True):
     files: int  # to be read, or to be made
     tokens: int
     bytes: int
+    bytes_before: int = 0  # of blocks/, indexes/ and quarantine/
+    bytes_after: int = 0  # as foreseen; the finished job's `counts` have what it came to
     job: Job | None = None
 
 
 class StoreVerify(Request, frozen=True, kw_only=True):
     full: bool = True  # read every byte; else sizes and modes only
     deep: Annotated[int, Meta(ge=0, le=1000)] = 0  # chunks to prefill again, by chance, and to compare
+    max_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0  # then it ends, and says what is left; 0: no bound
     repair: bool = False
     dry_run: bool = False
 
@@ -614,6 +628,19 @@ class Snapshot(Reply, frozen=True, kw_only=True):
     kv_files: int
     kv_bytes: int
     database_bytes: int
+    database_digest: str = ""  # xxh3-128 of the database's copy
+
+
+class SnapshotRestore(Request, frozen=True, kw_only=True):
+    dry_run: bool = False  # only look whether it can be restored
+
+
+class SnapshotWork(Reply, frozen=True, kw_only=True):
+    """The snapshot that a job brings the store back to; with `dry_run`, could."""
+
+    dry_run: bool
+    snapshot: Snapshot
+    job: Job | None = None
 
 
 class SnapshotList(Reply, frozen=True, kw_only=True):
@@ -622,3 +649,62 @@ class SnapshotList(Reply, frozen=True, kw_only=True):
 
 class SnapshotCreate(Request, frozen=True, kw_only=True):
     dry_run: bool = False  # only tell what it would keep; the reply's `id` is empty
+
+
+class ArchiveFile(Reply, frozen=True, kw_only=True):
+    """An archive of collections in the server's `archives/`."""
+
+    name: str
+    bytes: int
+    time: str  # when it was last written
+
+
+class ArchiveList(Reply, frozen=True, kw_only=True):
+    data: list[ArchiveFile]
+
+
+class StoreExport(Request, frozen=True, kw_only=True):
+    archive: ArchiveName  # a new file in `archives/` of the server's data directory
+    collections: Annotated[list[Name], Meta(max_length=1000)] = []  # none: all
+    kv: bool = False  # their block files, too
+    dry_run: bool = False
+
+
+class StoreImport(Request, frozen=True, kw_only=True):
+    archive: ArchiveName  # a file in `archives/` of the server's data directory
+    kv: bool = False  # take its block files: their values are on the word of who made it
+    dry_run: bool = False  # the job only checks the archive, and tells what is in it
+
+
+class Exported(Reply, frozen=True, kw_only=True):
+    """What an archive holds; with `dry_run`, would, but that `bytes` are those of vectors and KV alone."""
+
+    path: str
+    collections: list[str]
+    documents: int
+    vectors: int
+    kv_files: int
+    bytes: int
+    dry_run: bool = False
+
+
+class Imported(Reply, frozen=True, kw_only=True):
+    """What an archive brought; with `dry_run`, what it would."""
+
+    collections: list[str]
+    documents: int = 0
+    failed: int = 0  # that could not be made ready; `memkv documents list --status failed` says why
+    vectors_taken: int = 0  # from the archive, rather than computed here
+    kv_taken: int = 0  # block files
+    bytes_before: int = 0  # of blocks/, indexes/ and quarantine/
+    bytes_after: int = 0
+    dry_run: bool = False
+
+
+class ArchiveWork(Reply, frozen=True, kw_only=True):
+    """The job that writes or reads an archive; `exported` and `imported` tell what is known of it so far."""
+
+    dry_run: bool
+    job: Job | None = None
+    exported: Exported | None = None
+    imported: Imported | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from litestar import Controller, Response, delete, get, post
 from litestar.di import NamedDependency
@@ -13,6 +13,7 @@ from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
 from memkv.api.params import (
     After,
+    ArchivePath,
     Before,
     FileKey,
     FilesOfCollection,
@@ -23,19 +24,26 @@ from memkv.api.params import (
     page_request,
 )
 
+from memkv.errors import ConflictError
 from memkv.wire import (
+    ArchiveList,
+    ArchiveWork,
     Page,
     Quarantine,
     Snapshot,
     SnapshotCreate,
     SnapshotList,
+    SnapshotRestore,
+    SnapshotWork,
     StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
+    StoreExport,
     StoreFile,
     StoreFileDetail,
     StoreGC,
+    StoreImport,
     StorePurge,
     StoreStats,
     StoreVerify,
@@ -46,12 +54,18 @@ if TYPE_CHECKING:
     from memkv.memory import Memory
 
 _CHANGES = problems(404, 409, 413, 415, 507)
-_WORKS = {
-    202: ResponseSpec(
-        data_container=StoreWork, description="The job at `Location` does it", generate_examples=False
-    ),
-    **problems(404, 409, 413, 415, 507),
-}
+W = TypeVar("W", StoreWork, ArchiveWork, SnapshotWork)
+
+
+def _works(reply: type[W]) -> dict[int, ResponseSpec]:
+    """What a route answers that starts a job, besides its 200."""
+    accepted = ResponseSpec(
+        data_container=reply, description="The job at `Location` does it", generate_examples=False
+    )
+    return {202: accepted, **_CHANGES}
+
+
+_WORKS = _works(StoreWork)
 _NOTHING_TO_DO = "Nothing is to be done, or only told: `dry_run`"
 
 
@@ -176,6 +190,45 @@ class StoreController(Controller):
     ) -> Response[StoreWork]:
         return await _work(calls, lambda memory: memory.reprefill(data))
 
+    @post(
+        "/export",
+        status_code=200,
+        summary="Write collections to a new archive in `archives/` of the data directory",
+        operation_id="export_collections",
+        response_description=_NOTHING_TO_DO,
+        responses=_works(ArchiveWork),
+    )
+    async def export(
+        self, data: JSONBody[StoreExport], calls: NamedDependency[MemoryCalls]
+    ) -> Response[ArchiveWork]:
+        return await _work(calls, lambda memory: memory.admin.export(data))
+
+    @post(
+        "/import",
+        status_code=202,
+        summary="Ingest an archive from `archives/` of the data directory",
+        operation_id="import_collections",
+        response_description="The job at `Location` does it; with `dry_run`, it only looks",
+        responses=_CHANGES,
+    )
+    async def import_(
+        self, data: JSONBody[StoreImport], calls: NamedDependency[MemoryCalls]
+    ) -> Response[ArchiveWork]:
+        return await _work(calls, lambda memory: memory.admin.import_(data))
+
+    @get("/archives", summary="List archives", operation_id="list_archives", responses=problems())
+    async def archives(self, calls: NamedDependency[MemoryCalls]) -> ArchiveList:
+        return await calls.run(lambda memory: memory.admin.archives())
+
+    @delete(
+        "/archives/{archive:str}",
+        summary="Delete an archive",
+        operation_id="delete_archive",
+        responses=problems(404),
+    )
+    async def delete_archive(self, archive: ArchivePath, calls: NamedDependency[MemoryCalls]) -> None:
+        await calls.run(lambda memory: memory.admin.delete_archive(archive))
+
     @get("/snapshots", summary="List snapshots", operation_id="list_snapshots", responses=problems())
     async def snapshots(self, calls: NamedDependency[MemoryCalls]) -> SnapshotList:
         return await calls.run(lambda memory: memory.admin.snapshots())
@@ -200,9 +253,41 @@ class StoreController(Controller):
     async def delete_snapshot(self, snapshot_id: SnapshotId, calls: NamedDependency[MemoryCalls]) -> None:
         await calls.run(lambda memory: memory.admin.delete_snapshot(snapshot_id))
 
+    @post(
+        "/snapshots/{snapshot_id:str}/restore",
+        status_code=200,
+        summary="Bring the store back to a snapshot: what came after it is gone",
+        description="Running requests end first; then the server restores, and serves again.",
+        operation_id="restore_snapshot",
+        response_description="Only told: `dry_run`",
+        responses=_works(SnapshotWork),
+    )
+    async def restore_snapshot(
+        self,
+        snapshot_id: SnapshotId,
+        data: JSONBody[SnapshotRestore],
+        calls: NamedDependency[MemoryCalls],
+    ) -> Response[SnapshotWork]:
+        if data.dry_run:
+            found = await calls.run(lambda memory: memory.admin.check_snapshot(snapshot_id))
+            return Response(SnapshotWork(dry_run=True, snapshot=found), status_code=200)
+        if not calls.drain.serves_again:
+            raise ConflictError(
+                "this server cannot restore: nobody would start it again",
+                hint="stop it, then: memkv store snapshot restore SNAPSHOT",
+            )
+        restoration = await calls.run(lambda memory: memory.admin.begin_restore(snapshot_id))
+        calls.drain.restore(restoration)
+        return _accepted(restoration.reply)
 
-async def _work(calls: MemoryCalls, call: Callable[[Memory], StoreWork]) -> Response[StoreWork]:
+
+async def _work(calls: MemoryCalls, call: Callable[[Memory], W]) -> Response[W]:
     work = await calls.run(call)
     if work.job is None:
         return Response(work, status_code=200)
+    return _accepted(work)
+
+
+def _accepted(work: W) -> Response[W]:
+    assert work.job is not None, "bug: a reply without the job that it announces"
     return Response(work, status_code=202, headers={"Location": f"/v1/jobs/{work.job.id}"})

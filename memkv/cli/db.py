@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from memkv.cli.output import Output, bytes_text, counted, output_options
+from memkv.cli.progress import bar
 from memkv.cli.target import Target, embedded_options
 
 if TYPE_CHECKING:
@@ -48,16 +49,21 @@ def upgrade(dry_run: bool, target: Target, out: Output) -> None:
     if dry_run:
         state = inspect_database(config)
         before = state.current if state is not None else None
-        _tell_revisions(out, before, state.head if state is not None else "the newest", dry_run)
+        size = _size(config)
+        _tell_revisions(out, before, state.head if state is not None else "the newest", dry_run, (size, size))
         return
-    with Store.open(
-        Path(config.store.data_dir),
-        config.store.database_url or None,
-        upgrade=True,
-        busy_seconds=config.store.busy_seconds,
-    ) as store:
+    size = _size(config)
+    with (
+        bar(out, "upgrading"),
+        Store.open(
+            Path(config.store.data_dir),
+            config.store.database_url or None,
+            upgrade=True,
+            busy_seconds=config.store.busy_seconds,
+        ) as store,
+    ):
         found = store.recovery.schema
-    _tell_revisions(out, found.current, found.head, dry_run)
+    _tell_revisions(out, found.current, found.head, dry_run, (size, _size(config)))
 
 
 @db.command()
@@ -98,12 +104,13 @@ def downgrade(revision: str, yes: bool, dry_run: bool, target: Target, out: Outp
     config = target.config()
     if not yes and not dry_run:
         click.confirm(f"Bring the database back to revision {revision}?", abort=True, err=True)
-    with ExitStack() as held:
+    size = _size(config)
+    with bar(out, "downgrading"), ExitStack() as held:
         database = held.enter_context(existing_database(config))
         held.callback(StoreLock(Path(config.store.data_dir) / "lock").release)
         take_advisory_lock(database, held, patience=config.store.busy_seconds)
         found = downgrade_schema(database, revision, dry_run=dry_run)
-    _tell_revisions(out, found.current, revision, dry_run)
+    _tell_revisions(out, found.current, revision, dry_run, (size, _size(config)))
 
 
 @db.command()
@@ -118,7 +125,7 @@ def check(ctx: click.Context, target: Target, out: Output) -> None:
     from memkv.store.schema import schema_differences, schema_revision
     from memkv.store.store import durability_warnings
 
-    with existing_database(target.config()) as database:
+    with bar(out, "checking"), existing_database(target.config()) as database:
         settings = database.settings()
         revision = schema_revision(database)
         problems = [f"damage: {line}" for line in database.find_damage()]
@@ -154,15 +161,37 @@ def backup(copy: Path, dry_run: bool, target: Target, out: Output) -> None:
     """
     from memkv.store.backup import back_up
 
-    with existing_database(target.config()) as database:
+    with bar(out, "copying"), existing_database(target.config()) as database:
         size = database.size() if dry_run else back_up(database, copy)
     found = {"file": str(copy), "bytes": size, "dry_run": dry_run}
     out.fields(found, [("would write" if dry_run else "backup", f"{copy} ({bytes_text(size)})")])
 
 
-def _tell_revisions(out: Output, before: str | None, after: str, dry_run: bool) -> None:
-    found = {"before": before, "would_be" if dry_run else "now": after}
-    out.fields(found, [("before", before or "empty"), ("would be" if dry_run else "now", after)])
+def _tell_revisions(
+    out: Output, before: str | None, after: str, dry_run: bool, sizes: tuple[int, int]
+) -> None:
+    found = {
+        "before": before,
+        "would_be" if dry_run else "now": after,
+        "bytes_before": sizes[0],
+        "bytes_after": sizes[1],
+    }
+    out.fields(
+        found,
+        [
+            ("before", before or "empty"),
+            ("would be" if dry_run else "now", after),
+            ("database", f"{bytes_text(sizes[0])} before, {bytes_text(sizes[1])} after"),
+        ],
+    )
+
+
+def _size(config: Config) -> int:
+    """Bytes of the database; 0 where there is none yet."""
+    if inspect_database(config) is None:
+        return 0
+    with existing_database(config) as database:
+        return database.size()
 
 
 @contextmanager

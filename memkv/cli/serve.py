@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from memkv.cli.output import Output
 from memkv.cli.progress import steps
 from memkv.cli.target import Target, embedded_options
+
+if TYPE_CHECKING:
+    from memkv.config import Config
+    from memkv.memory import Memory
 
 
 @click.command()
@@ -39,10 +45,17 @@ def serve(
     # By name: the server stands above the command line, and nothing of it is needed for anything else.
     server = importlib.import_module("memkv.api.serve")
     sock = server.listen(config.server)
+    server.serve_until_told(
+        functools.partial(_open_memory, config, out),
+        config,
+        sock=sock,
+        on_start=lambda url: click.echo(f"memkv listens on {url}"),
+    )
+
+
+def _open_memory(config: Config, out: Output) -> Memory:
     with steps(out) as tell:
         tell("loading the models")
         from memkv.memory import Memory
 
-        memory = Memory.open(config, on_progress=tell)
-    with memory:
-        server.serve(memory, config, sock=sock, on_start=lambda url: click.echo(f"memkv listens on {url}"))
+        return Memory.open(config, on_progress=tell)

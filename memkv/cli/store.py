@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from memkv.cli.doctor_store import find_stale
 from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.paging import PageOptions, page_options
+from memkv.cli.progress import bar
 from memkv.cli.sizes import SIZE
 from memkv.cli.store_copies import export, import_command, snapshot
 from memkv.cli.store_work import reprefill, verify, warm
 from memkv.cli.target import Target, target_options
+from memkv.errors import MemKVError
 
 if TYPE_CHECKING:
-    from memkv.wire import StoreChange
+    from memkv.wire import StoreChange, StoreStats
 
 _KEY_SHOWN = 16  # digits of a key in a list
 _PARTIAL = 3
@@ -31,9 +34,11 @@ def store() -> None:
 @target_options
 @output_options
 def stats(target: Target, out: Output) -> None:
-    """What is stored, how big it is, and what was found damaged."""
+    """What is stored, how big it is, what was found damaged, and which collections another model made."""
     with target.open(out, models=False) as client:
         found = client.store.stats()
+    if not target.url and found.collections:
+        found = _with_stale(found, target)
     out.fields(
         found,
         [
@@ -49,6 +54,16 @@ def stats(target: Target, out: Output) -> None:
             *(("warning", warning) for warning in found.warnings),
         ],
     )
+
+
+def _with_stale(found: StoreStats, target: Target) -> StoreStats:
+    """What no model was loaded for, told from the files of the configured one."""
+    from msgspec.structs import replace
+
+    try:
+        return replace(found, stale=list(find_stale(target.config())[1]))
+    except MemKVError as error:
+        return replace(found, warnings=[*found.warnings, f"stale collections cannot be told: {error.detail}"])
 
 
 @store.command()
@@ -125,10 +140,12 @@ def show(ctx: click.Context, key: str, target: Target, out: Output) -> None:
 def gc(ctx: click.Context, force: bool, dry_run: bool, target: Target, out: Output) -> None:
     """Remove files that nothing refers to: left by kills, by jobs given up, by deleted collections.
 
-    Deleting documents needs no gc. Exit code 3 where something could not be removed.
+    Deleting documents needs no gc. Exit code 1 where a fifth of the store or more would go, 3 where something
+    could not be removed.
     """
-    with target.open(out, models=False) as client:
-        _tell(ctx, client.store.gc(dry_run=dry_run, force=force), out)
+    with target.open(out, models=False) as client, bar(out, "collecting garbage"):
+        done = client.store.gc(dry_run=dry_run, force=force)
+    _tell(ctx, done, out)
 
 
 @store.command()
@@ -154,9 +171,9 @@ def evict(
     """
     if everything == (to_bytes is not None):
         raise click.UsageError("give --to SIZE, or --all")
-    with target.open(out, models=False) as client:
-        found = client.store.evict(collection=collection, to_bytes=to_bytes or 0, dry_run=dry_run)
-        _tell(ctx, found, out)
+    with target.open(out, models=False) as client, bar(out, "evicting"):
+        done = client.store.evict(collection=collection, to_bytes=to_bytes or 0, dry_run=dry_run)
+    _tell(ctx, done, out)
 
 
 @store.command()
@@ -169,8 +186,9 @@ def compact(ctx: click.Context, dry_run: bool, target: Target, out: Output) -> N
 
     Block files need none of this: each goes as a whole. On PostgreSQL this is VACUUM.
     """
-    with target.open(out, models=False) as client:
-        _tell(ctx, client.store.compact(dry_run=dry_run), out)
+    with target.open(out, models=False) as client, bar(out, "compacting"):
+        done = client.store.compact(dry_run=dry_run)
+    _tell(ctx, done, out)
 
 
 @store.command()
@@ -180,8 +198,11 @@ def compact(ctx: click.Context, dry_run: bool, target: Target, out: Output) -> N
 @output_options
 @click.pass_context
 def quarantine(ctx: click.Context, purge: bool, dry_run: bool, target: Target, out: Output) -> None:
-    """The damaged files that were set aside, and why. Nothing needs them: each is prefilled again on use."""
-    with target.open(out, models=False) as client:
+    """The damaged files that were set aside, and why. Nothing needs them: each is prefilled again on use.
+
+    Exit code 3 where something could not be removed.
+    """
+    with target.open(out, models=False) as client, bar(out, "looking"):
         if purge:
             _tell(ctx, client.store.purge_quarantine(dry_run=dry_run), out)
             return

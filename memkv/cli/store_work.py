@@ -30,21 +30,42 @@ _EXIT = {"succeeded": 0, "partial": 3, "failed": 1, "cancelled": 1}
     is_flag=True,
     help="Set damaged files aside, their chunks are prefilled again on use; remove what nothing refers to.",
 )
+@click.option(
+    "--max-duration",
+    "max_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Then end, and say what is left; the next one begins with that.",
+)
 @click.option("--dry-run", is_flag=True, help="Only say how much would be read.")
 @target_options
 @output_options
 @click.pass_context
 def verify(
-    ctx: click.Context, full: bool, deep: int, repair: bool, dry_run: bool, target: Target, out: Output
+    ctx: click.Context,
+    full: bool,
+    deep: int,
+    repair: bool,
+    max_seconds: float | None,
+    dry_run: bool,
+    target: Target,
+    out: Output,
 ) -> None:
-    """Check the database, every block file and every index.
+    """Check the database, every index and every block file, those read longest ago first.
 
-    Also told: files that no row names, and files whose key nothing refers to. Exit code 0 where all is right
-    or repaired, 1 where something is still wrong.
+    Also told: files that no row names, and files whose key nothing refers to. Exit code 0 where all that was
+    looked at is right or repaired, 1 where something is still wrong.
     """
+    if max_seconds and not full:
+        raise click.UsageError("--max-duration bounds the reading of bytes: leave out --quick")
     with target.open(out, models=deep > 0) as client, bar(out, "verifying") as progress:
         work = client.store.verify(
-            full=full, deep=deep, repair=repair, dry_run=dry_run, on_progress=progress.job
+            full=full,
+            deep=deep,
+            repair=repair,
+            max_seconds=max_seconds or 0,
+            dry_run=dry_run,
+            on_progress=progress.job,
         )
     if work.job is None or work.job.verification is None:
         _tell_plan(work, "would read", out)
@@ -89,7 +110,14 @@ def reprefill(ctx: click.Context, collection: str, dry_run: bool, target: Target
 
 def _tell_plan(work: StoreWork, verb: str, out: Output) -> None:
     tokens = f" ({counted(work.tokens, 'token')})" if work.tokens else ""
-    out.fields(work, [(verb, f"{counted(work.files, 'block file')}{tokens}, {bytes_text(work.bytes)}")])
+    out.fields(
+        work,
+        [
+            (verb, f"{counted(work.files, 'block file')}{tokens}, {bytes_text(work.bytes)}"),
+            ("before", bytes_text(work.bytes_before)),
+            ("after", bytes_text(work.bytes_after)),
+        ],
+    )
 
 
 def _tell_verification(found: StoreVerification, repair: bool, out: Output) -> None:
@@ -97,9 +125,14 @@ def _tell_verification(found: StoreVerification, repair: bool, out: Output) -> N
         out.json(found)
         return
     deep = f", {counted(found.recomputed, 'chunk')} prefilled again" if found.recomputed else ""
-    read = f"{counted(found.kv_files, 'block file')}, {bytes_text(found.kv_bytes)}{deep}"
+    read = f"{counted(found.files, 'block file')}, {bytes_text(found.bytes)}{deep}"
     problems = counted(found.found, "problem") if found.found else "no problems"
     click.echo(f"{read}, {found.seconds:.1f} s: {problems}")
+    if found.files_left:
+        left = f"{counted(found.files_left, 'block file')}, {bytes_text(found.bytes_left)}"
+        click.echo(f"left for want of time: {left}; the next verification begins with them")
+    if repair:
+        click.echo(f"before {bytes_text(found.bytes_before)}, after {bytes_text(found.bytes_after)}")
     if found.problems:
         rows = [(p.kind, p.name, p.detail, "yes" if p.repaired else "no") for p in found.problems]
         out.rows(found.problems, ("kind", "name", "detail", "repaired"), rows)

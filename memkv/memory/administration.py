@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 
 import msgspec
 
+from memkv.errors import BadRequestError
 from memkv.memory.replies import (
     change_reply,
     file_reply,
@@ -16,23 +18,35 @@ from memkv.memory.replies import (
     quarantine_reply,
     reference_reply,
 )
+from memkv.memory.transfer import plan_export
 from memkv.store import Store
+from memkv.store.archives import Archives
 from memkv.store.block_file import file_name
-from memkv.store.rows import DEFAULT_TENANT, CollectionRow
+from memkv.store.restoration import begin_restore
+from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
+from memkv.store.snapshots import check_snapshot
 from memkv.wire import (
+    ArchiveFile,
+    ArchiveList,
+    ArchiveWork,
+    Job,
     Page,
     PageRequest,
     Quarantine,
+    Request,
     Snapshot,
     SnapshotCreate,
     SnapshotList,
+    SnapshotWork,
     StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
+    StoreExport,
     StoreFile,
     StoreFileDetail,
     StoreGC,
+    StoreImport,
     StoreProblem,
     StorePurge,
     StoreVerify,
@@ -40,15 +54,29 @@ from memkv.wire import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """A snapshot that is to be restored as soon as the memory is closed.
+
+    Attributes:
+        reply: for who asked for it.
+    """
+
+    job: JobRow
+    reply: SnapshotWork
+
+
 class Administration:
     """Thread-safe.
 
     Args:
+        archives: what may be exported to and imported from by name.
         drop: lets an engine's pool forget keys whose files were removed.
     """
 
-    def __init__(self, store: Store, drop: Callable[[Iterable[str]], None]) -> None:
+    def __init__(self, store: Store, archives: Archives, drop: Callable[[Iterable[str]], None]) -> None:
         self._store = store
+        self._archives = archives
         self._drop = drop
 
     def files(self, page: PageRequest, *, collection: str = "", unused: bool = False) -> Page[StoreFile]:
@@ -101,10 +129,27 @@ class Administration:
         return change_reply(self._store.upkeep.compact(dry_run=request.dry_run), dry_run=request.dry_run)
 
     def verify(self, request: StoreVerify) -> StoreWork:
-        """Queues a check of the database, of every block file and of every index."""
+        """Queues a check of the database, of every block file and of every index.
+
+        Raises `BadRequestError` for a bound on a check that reads no bytes.
+        """
+        if request.max_seconds and not request.full:
+            raise BadRequestError(
+                "max_seconds bounds the reading of bytes, and a quick check reads none",
+                hint="leave one of them out",
+            )
         files, size = self._store.catalog.kv_totals()
-        arguments = msgspec.to_builtins(request)
-        return self._queue("verify", "", arguments, request.dry_run, (files, 0, size))
+        before = self._store.upkeep.disk_bytes()
+        after = before - (self._store.upkeep.unneeded_bytes() if request.repair else 0)
+        plan = StoreWork(
+            dry_run=request.dry_run,
+            files=files,
+            tokens=0,
+            bytes=size,
+            bytes_before=before,
+            bytes_after=after,
+        )
+        return self._queue("verify", "", msgspec.to_builtins(request), plan)
 
     def warm(self, request: StoreCollection) -> StoreWork:
         """Queues reading a collection's files and loading what the engine's memory has room for.
@@ -113,8 +158,40 @@ class Administration:
         """
         row = self._collection(request.collection)
         files = self._store.catalog.files_of(row.id)
-        cost = (len(files), sum(file.num_tokens for file in files), sum(file.num_bytes for file in files))
-        return self._queue("warm", row.id, None, request.dry_run, cost)
+        before = self._store.upkeep.disk_bytes()
+        plan = StoreWork(
+            dry_run=request.dry_run,
+            files=len(files),
+            tokens=sum(file.num_tokens for file in files),
+            bytes=sum(file.num_bytes for file in files),
+            bytes_before=before,
+            bytes_after=before,
+        )
+        return self._queue("warm", row.id, {}, plan)
+
+    def export(self, request: StoreExport) -> ArchiveWork:
+        """Queues writing collections, or all, to a new archive.
+
+        Raises `ConflictError` where it exists, `CollectionNotFound`.
+        """
+        path = self._archives.vacant(request.archive)
+        plan = plan_export(self._store, path, request.collections, with_kv=request.kv)
+        job = None if request.dry_run else self._create_job("export", "documents", request)
+        return ArchiveWork(dry_run=request.dry_run, job=job, exported=plan)
+
+    def import_(self, request: StoreImport) -> ArchiveWork:
+        """Queues ingesting an archive; with `dry_run`, checking it. Raises `NotFoundError`."""
+        self._archives.existing(request.archive)
+        job = self._create_job("import", "documents", request)
+        return ArchiveWork(dry_run=request.dry_run, job=job)
+
+    def archives(self) -> ArchiveList:
+        """In order of their names."""
+        return ArchiveList(data=[ArchiveFile(**asdict(file)) for file in self._archives.list()])
+
+    def delete_archive(self, name: str) -> None:
+        """Raises `NotFoundError`."""
+        self._archives.delete(name)
 
     def create_snapshot(self, request: SnapshotCreate) -> Snapshot:
         """Keeps the store as it is now. Raises what `Snapshots.create` does."""
@@ -125,26 +202,39 @@ class Administration:
         """What was kept, the oldest first."""
         return SnapshotList(data=[Snapshot(**asdict(found)) for found in self._store.snapshots.list()])
 
+    def check_snapshot(self, snapshot_id: str) -> Snapshot:
+        """One that this store can be brought back to. Raises `NotFoundError`, `ConfigError`."""
+        store = self._store
+        return Snapshot(**asdict(check_snapshot(store.data_dir, store.database.dialect, snapshot_id)))
+
+    def begin_restore(self, snapshot_id: str) -> Restoration:
+        """Writes down that the store is to be brought back to a snapshot, once it is closed.
+
+        Raises `NotFoundError`, `ConfigError`.
+        """
+        snapshot = self.check_snapshot(snapshot_id)
+        row = begin_restore(self._store.database, DEFAULT_TENANT, snapshot_id, f"pid {os.getpid()}")
+        work = SnapshotWork(dry_run=False, snapshot=snapshot, job=job_reply(row, "", ()))
+        return Restoration(row, work)
+
     def delete_snapshot(self, snapshot_id: str) -> None:
         """Raises `NotFoundError`."""
         self._store.snapshots.delete(snapshot_id)
 
     def _queue(
-        self,
-        kind: str,
-        collection_id: str,
-        arguments: dict[str, object] | None,
-        dry_run: bool,
-        cost: tuple[int, int, int],
+        self, kind: str, collection_id: str, arguments: Mapping[str, object], plan: StoreWork
     ) -> StoreWork:
-        files, tokens, size = cost
-        job = None
-        if not dry_run:
-            row = self._store.jobs.create(
-                DEFAULT_TENANT, collection_id, kind, (), unit="files", arguments=arguments
-            )
-            job = job_reply(row, "", ())
-        return StoreWork(dry_run=dry_run, files=files, tokens=tokens, bytes=size, job=job)
+        if plan.dry_run:
+            return plan
+        row = self._store.jobs.create(
+            DEFAULT_TENANT, collection_id, kind, (), unit="files", arguments=arguments
+        )
+        return msgspec.structs.replace(plan, job=job_reply(row, "", ()))
+
+    def _create_job(self, kind: str, unit: str, request: Request) -> Job:
+        arguments = msgspec.to_builtins(request)
+        row = self._store.jobs.create(DEFAULT_TENANT, "", kind, (), unit=unit, arguments=arguments)
+        return job_reply(row, "", ())
 
     def _collection(self, name: str) -> CollectionRow:
         return self._store.catalog.get_collection(DEFAULT_TENANT, name)

@@ -183,6 +183,10 @@ class Collections:
 
     def is_stale(self, row: CollectionRow) -> bool:
         """Whether it was made with another model, embedder or setting than this process has."""
+        with self._lock:
+            known = self._open.get(row.id)
+        if known is not None and known.row.fingerprint_digest == row.fingerprint_digest:
+            return False
         return self._why_stale(row) != ""
 
     def _build(self, row: CollectionRow) -> OpenCollection:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,30 +25,13 @@ from memkv.store.block_file import BlockFileIdentity, decode_block_file, parse_f
 from memkv.store.durable_files import Damage
 from memkv.store.rows import DEFAULT_TENANT
 from memkv.text.reader import accept_text
-from memkv.wire import DocumentCreate
+from memkv.wire import DocumentCreate, Imported, Job
 
 if TYPE_CHECKING:
     from memkv.memory.memory import Memory
 
 _BATCH = 64  # documents accepted together
 _HEADER_BYTES = 4096
-
-
-@dataclass(slots=True)
-class Imported:
-    """What an archive brought; with `dry_run`, what it would.
-
-    Attributes:
-        failed: documents that could not be made ready; `memkv documents list --status failed` says why.
-        vectors_taken, kv_taken: vectors and block files that came from the archive.
-    """
-
-    collections: list[str]
-    documents: int = 0
-    failed: int = 0
-    vectors_taken: int = 0
-    kv_taken: int = 0
-    dry_run: bool = False
 
 
 def import_archive(
@@ -64,38 +46,58 @@ def import_archive(
 ) -> Imported:
     """Every collection of an archive; one that exists takes the documents, if its settings are the same.
 
+    Every document of it is looked at before the first one is taken. `tell` is asked several times a second
+    while documents are made ready: what it raises ends the import, and doing it again goes on with it.
+
     Raises:
         BadRequestError: the archive is refused.
         ConflictError: a collection exists with other settings.
     """
     with ArchiveReader(path) as archive:
         wanted = archived_collections(archive)
-        done = Imported([settings.name for settings in wanted], dry_run=dry_run)
+        names = [settings.name for settings in wanted]
+        total = sum(1 for number in range(len(wanted)) for _ in archived_documents(archive, number))
+        before = parts.store.upkeep.disk_bytes()
+        if dry_run:
+            return Imported(
+                collections=names, documents=total, bytes_before=before, bytes_after=before, dry_run=True
+            )
+        documents = failed = vectors_taken = kv_taken = 0
         kv = _by_tokens(archive) if with_kv else {}
         for number, settings in enumerate(wanted):
-            documents = archived_documents(archive, number)
-            if dry_run:
-                done.documents += sum(1 for _ in documents)
-                continue
             memory.create_collection(settings, exist_ok=True)
             opened = collections.by_name(DEFAULT_TENANT, settings.name)
             vectors = ArchivedVectors(archive, number, parts.embedder)
-            done.kv_taken += _take_kv(opened, archive, kv, [opened.prefix])
-            for batch in _batches(documents):
+            kv_taken += _take_kv(opened, archive, kv, [opened.prefix])
+            for batch in _batches(archived_documents(archive, number)):
                 refs = [ref for document in batch for ref in _refs(parts, opened, document)] if kv else []
-                done.kv_taken += _take_kv(opened, archive, kv, refs)
+                kv_taken += _take_kv(opened, archive, kv, refs)
                 known = vectors.take(batch)
                 parts.known_vectors.update(known)
                 accepted = memory.ingest(settings.name, [_created(document) for document in batch])
                 if accepted.job is not None:
-                    memory.wait_job(accepted.job.id, None)
-                    done.vectors_taken += len(known) - len(parts.known_vectors)
+                    memory.wait_job(accepted.job.id, None, _telling(tell, settings.name, documents, total))
+                    vectors_taken += len(known) - len(parts.known_vectors)
                 parts.known_vectors.clear()
-                done.documents += len(batch)
+                documents += len(batch)
                 ids = [document.id for document in accepted.documents]
-                done.failed += sum(memory.get_document(settings.name, i).status != "ready" for i in ids)
-                tell(settings.name, done.documents)
-    return done
+                failed += sum(memory.get_document(settings.name, i).status != "ready" for i in ids)
+                tell(settings.name, documents, total)
+        after = parts.store.upkeep.disk_bytes()
+    return Imported(
+        collections=names,
+        documents=documents,
+        failed=failed,
+        vectors_taken=vectors_taken,
+        kv_taken=kv_taken,
+        bytes_before=before,
+        bytes_after=after,
+    )
+
+
+def _telling(tell: Tell, name: str, done: int, total: int) -> Callable[[Job], None]:
+    """Says the same again and again while a job is waited for: `tell` may end it."""
+    return lambda _: tell(name, done, total)
 
 
 def _by_tokens(archive: ArchiveReader) -> dict[bytes, str]:

@@ -88,7 +88,7 @@ class Ingestion(BackgroundThread):
         except (_Stopped, EngineClosed):
             jobs.release(job.id)
         else:
-            run.finish()
+            run.finish(self._parts.store.upkeep.disk_bytes)
 
     def _groups(
         self, collection: OpenCollection, run: JobRun, preparation: Preparation, *, one_by_one: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from memkv.errors import MemKVError
@@ -22,6 +22,8 @@ class Counts:
     chunks_reused: int = 0
     tokens_prefilled: int = 0
     kv_bytes_written: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +101,11 @@ class JobRun:
             self._jobs.finish_item(self.job.id, document_id, "failed", stored_problem(error))
         self.tell("committing")
 
-    def finish(self) -> None:
+    def finish(self, disk_bytes: Callable[[], int]) -> None:
+        """`disk_bytes` is asked where the job's arguments tell what they were before."""
+        before = self.job.arguments.get("bytes_before")
+        if isinstance(before, int):
+            self.counts.bytes_before, self.counts.bytes_after = before, disk_bytes()
         if self._jobs.is_cancelled(self.job.id):
             self._jobs.finish(self.job.id, "cancelled", counts=asdict(self.counts))
         elif self._num_failed == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,10 @@ from memkv.memory.answering import Answering, QueryStream
 from memkv.memory.collections import Collections, require_same_settings
 from memkv.memory.estimation import Estimation, TitledText
 from memkv.memory.gate import cheapest_that_passed, named_policy
-from memkv.memory.importing import Imported, import_archive
+from memkv.memory.importing import import_archive
 from memkv.memory.ingestion import Ingestion
-from memkv.memory.metrics import Metric, engine_metrics
+from memkv.memory.maintenance import Abilities
+from memkv.memory.metrics import Metric, engine_metrics, stale_metric
 from memkv.memory.parts import Parts
 from memkv.memory.preloading import preload_beside_questions
 from memkv.memory.recomputation import recompute
@@ -46,6 +47,7 @@ from memkv.wire import (
     DocumentUpload,
     EmbedderInfo,
     Estimate,
+    Imported,
     Info,
     Message,
     ModelInfo,
@@ -55,6 +57,7 @@ from memkv.wire import (
     SearchRequest,
     SearchResponse,
     StoreCollection,
+    StoreImport,
     StoreWork,
 )
 
@@ -276,7 +279,7 @@ class Memory(StoredMemory):
             BadRequestError: the archive is refused.
             ConflictError: a collection of the name exists with other settings.
         """
-        tell = on_progress or (lambda name, documents: None)
+        tell = on_progress or (lambda name, done, total: None)
         return import_archive(
             self, self._parts, self._collections, path, with_kv=with_kv, dry_run=dry_run, tell=tell
         )
@@ -284,9 +287,18 @@ class Memory(StoredMemory):
     def metrics(self) -> list[Metric]:
         return [
             *super().metrics(),
+            stale_metric(len(self._stale())),
             *self._answering.metrics(),
             *engine_metrics(self._parts.engine.stats()),
         ]
+
+    def _abilities(self) -> Abilities:
+        return replace(super()._abilities(), import_=self._import)
+
+    def _import(self, request: StoreImport, tell: Tell) -> Imported:
+        """From a name in the data directory's archives/."""
+        path = self._archives.existing(request.archive)
+        return self.import_archive(path, with_kv=request.kv, dry_run=request.dry_run, on_progress=tell)
 
     def _drop(self, input_keys: Iterable[str]) -> None:
         self._parts.engine.drop(input_keys)
@@ -305,8 +317,10 @@ class Memory(StoredMemory):
     def _resume_starved(self) -> None:
         resume_starved(self._parts, self._collections, self._estimation)
 
-    def _recompute(self, count: int, repair: bool, on_progress: Callable[[int, int], None]) -> Recomputed:
-        return recompute(self._parts, self._collections, count, repair, on_progress)
+    def _recompute(
+        self, count: int, repair: bool, deadline: float, on_progress: Callable[[int, int], None]
+    ) -> Recomputed:
+        return recompute(self._parts, self._collections, count, repair, deadline, on_progress)
 
     def _preload(self, files: Sequence[KVFileRow], on_progress: Callable[[int, int], None]) -> None:
         preload_beside_questions(self._parts, self._collections, files, on_progress)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memkv.config import StoreConfig
 from memkv.store import Store
+from memkv.store.archives import Archives
 from memkv.store.verification import Scrubbed
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Metric:
     label: str = ""
 
 
-def store_metrics(store: Store, config: StoreConfig, scrubbed: Scrubbed) -> Iterator[Metric]:
+def store_metrics(
+    store: Store, archives: Archives, config: StoreConfig, scrubbed: Scrubbed
+) -> Iterator[Metric]:
     """Raises DatabaseUnavailable, DatabaseDamaged."""
     stats: dict[str, Any] = store.stats()
     yield _gauge("collections", "collections", stats["collections"])
@@ -66,7 +69,13 @@ def store_metrics(store: Store, config: StoreConfig, scrubbed: Scrubbed) -> Iter
     disk = os.statvfs(store.data_dir)
     yield _gauge("disk_free_bytes", "free on the data directory's disk", disk.f_bavail * disk.f_frsize)
     yield _gauge("database_bytes", "bytes of the database", store.database.size())
-    yield _gauge("snapshots", "snapshots", len(store.snapshots.list()))
+    snapshots = store.snapshots.list()
+    yield _gauge("snapshots", "snapshots", len(snapshots))
+    copied = sum(snapshot.database_bytes for snapshot in snapshots)
+    yield _gauge("snapshot_bytes", "bytes of the databases that snapshots keep", copied)
+    kept = archives.list()
+    yield _gauge("archives", "archives in the data directory", len(kept))
+    yield _gauge("archive_bytes", "bytes of archives in the data directory", sum(file.bytes for file in kept))
     yield Metric("memkv_jobs", "jobs by state", "gauge", store.jobs.count_by_status(), "status")
     yield from _block_files(stats["chunk_store"])
     yield from _indexes(stats["indexes"])
@@ -74,6 +83,11 @@ def store_metrics(store: Store, config: StoreConfig, scrubbed: Scrubbed) -> Iter
     yield Metric("memkv_recovery", "what the opening found and put right", "gauge", recovery, "what")
     for name, value in asdict(scrubbed).items():
         yield _counter(f"scrubbed_{name}", f"{name} that the scrubber read or found", value)
+
+
+def stale_metric(collections: int) -> Metric:
+    """Collections whose KV the model at hand cannot use."""
+    return _gauge("stale_collections", "collections made with another model or other settings", collections)
 
 
 def engine_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import torch
@@ -26,19 +27,20 @@ def recompute(
     collections: Collections,
     count: int,
     repair: bool,
+    deadline: float,
     on_progress: Callable[[int, int], None],
 ) -> Recomputed:
     """Prefills `count` chunks, chosen by chance, and names those whose stored KV is another.
 
     Those of collections that another model made, and those that are damaged or gone, are passed over.
-    With `repair` a file that is another is set aside.
+    With `repair` a file that is another is set aside. After `deadline`, of `time.monotonic`, none is begun.
     """
     rows = parts.store.catalog.files_of_all_tenants()
     random.shuffle(rows)
     found: list[StoreProblem] = []
     done = 0
     for row in rows:
-        if done == count:
+        if done == count or time.monotonic() >= deadline:
             break
         difference = _difference(parts, collections, row)
         if difference is None:

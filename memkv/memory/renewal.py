@@ -10,6 +10,7 @@ from memkv.memory.collections import Collections
 from memkv.memory.estimation import Estimation, TitledText
 from memkv.memory.parts import Parts
 from memkv.memory.replies import job_reply
+from memkv.store.block_file import file_bytes
 from memkv.store.rows import CollectionRow
 from memkv.wire import CollectionCreate, StoreCollection, StoreWork
 
@@ -22,17 +23,21 @@ def reprefill(parts: Parts, collections: Collections, request: StoreCollection, 
     row = parts.store.catalog.get_collection(tenant, request.collection)
     if collections.is_stale(row):
         return _renew(parts, collections, row, request.dry_run)
-    lacking = parts.store.catalog.chunks_without_kv(tenant, row.id)
-    tokens = sum(document.tokens for document in lacking)
+    lacking = parts.store.catalog.documents_without_kv(tenant, row.id)
+    layout = collections.layout(row.block_size)
+    tokens = parts.store.catalog.tokens_without_kv(tenant, row.id)
+    size = sum(file_bytes(layout, count) for count in tokens)
+    before = parts.store.upkeep.disk_bytes()
     job = None
     if lacking and not request.dry_run:
-        ids = [document.document_id for document in lacking]
-        job = parts.store.jobs.create(tenant, row.id, KIND, ids)
+        job = parts.store.jobs.create(tenant, row.id, KIND, lacking, arguments={"bytes_before": before})
     return StoreWork(
         dry_run=request.dry_run,
-        files=sum(document.chunks for document in lacking),
-        tokens=tokens,
-        bytes=tokens * collections.layout(row.block_size).bytes_per_token,
+        files=len(tokens),
+        tokens=sum(tokens),
+        bytes=size,
+        bytes_before=before,
+        bytes_after=before + size,
         job=None if job is None else job_reply(job, row.name, ()),
     )
 
@@ -40,7 +45,9 @@ def reprefill(parts: Parts, collections: Collections, request: StoreCollection, 
 def _renew(parts: Parts, collections: Collections, row: CollectionRow, dry_run: bool) -> StoreWork:
     """Everything anew. The files that are to be made are as many as there were chunks, or nearly."""
     counts = parts.store.catalog.count_collection(row.tenant, row.id)
-    layout = collections.layout(row.block_size)
+    size = counts.tokens * collections.layout(row.block_size).bytes_per_token
+    before = parts.store.upkeep.disk_bytes()
+    old = sum(file.num_bytes for file in parts.store.catalog.files_of(row.id))
     job = None
     if not dry_run:
         settings = {
@@ -51,7 +58,9 @@ def _renew(parts: Parts, collections: Collections, row: CollectionRow, dry_run: 
             "primer": row.primer,
         }
         wanted = msgspec.convert(settings, CollectionCreate)
-        renewed = parts.store.renew_collection(row, collections.new(wanted))
+        renewed = parts.store.renew_collection(
+            row, collections.new(wanted), arguments={"bytes_before": before}
+        )
         collections.forget(row.id)
         parts.engine.drop(renewed.released.keys)
         job = renewed.job
@@ -59,7 +68,9 @@ def _renew(parts: Parts, collections: Collections, row: CollectionRow, dry_run: 
         dry_run=dry_run,
         files=counts.chunks,
         tokens=counts.tokens,
-        bytes=counts.tokens * layout.bytes_per_token,
+        bytes=size,
+        bytes_before=before,
+        bytes_after=before - old + size,
         job=None if job is None else job_reply(job, row.name, ()),
     )
 

@@ -20,6 +20,8 @@ from memkv.wire import (
     Collection,
     CollectionCounts,
     Document,
+    Exported,
+    Imported,
     Job,
     JobCounts,
     JobProgress,
@@ -106,7 +108,6 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
     problems = [problem_reply(item.error) for item in items if item.error]
     if row.error:
         problems.append(problem_reply(row.error))
-    verification = row.counts.get("verification")
     return Job(
         id=row.id,
         kind=row.kind,
@@ -121,8 +122,16 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         finished_at=_time(row.finished_at),
         owner=row.owner or "",
         heartbeat_at=_time(row.heartbeat_at),
-        verification=None if verification is None else msgspec.convert(verification, StoreVerification),
+        verification=_result(row, "verification", StoreVerification),
+        exported=_result(row, "exported", Exported),
+        imported=_result(row, "imported", Imported),
     )
+
+
+def _result(row: JobRow, name: str, kind: type[T]) -> T | None:
+    """What a job about the store came to."""
+    found = row.counts.get(name)
+    return None if found is None else msgspec.convert(found, kind)
 
 
 def problem_reply(stored: Mapping[str, object]) -> Problem:

@@ -12,7 +12,7 @@ from memkv.config import Config
 from memkv.errors import BadRequestError, CollectionNotFound, ConflictError
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory.administration import Administration
-from memkv.memory.maintenance import Maintenance
+from memkv.memory.maintenance import Abilities, Maintenance
 from memkv.memory.metrics import Metric, store_metrics
 from memkv.memory.replies import (
     collection_reply,
@@ -22,8 +22,9 @@ from memkv.memory.replies import (
     page_rows,
     stats_reply,
 )
-from memkv.memory.transfer import Exported, Tell, export_collections, plan_export
+from memkv.memory.transfer import Tell, export_collections, plan_export
 from memkv.store import Store
+from memkv.store.archives import Archives
 from memkv.store.filters import parse_filter
 from memkv.store.quota import Caps
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, KVFileRow
@@ -34,12 +35,14 @@ from memkv.wire import (
     CollectionPatch,
     Document,
     DocumentStatus,
+    Exported,
     Filter,
     Job,
     JobStatus,
     Page,
     PageRequest,
     Request,
+    StoreExport,
     StoreStats,
     StoreVerification,
     StoreVerify,
@@ -56,10 +59,9 @@ class StoredMemory:
     def __init__(self, config: Config, store: Store) -> None:
         self._config = config
         self._store = store
-        self._maintenance = Maintenance(
-            store, config.store, self._recompute, self._resume_starved, self._preload
-        )
-        self.admin = Administration(store, self._drop)
+        self._archives = Archives(Path(config.store.data_dir).absolute())
+        self._maintenance = Maintenance(store, config.store, self._abilities())
+        self.admin = Administration(store, self._archives, self._drop)
 
     @classmethod
     def open_store(cls, config: Config) -> StoredMemory:
@@ -200,7 +202,7 @@ class StoredMemory:
         """Writes collections, or all, to a new archive. Raises `CollectionNotFound`, `ConfigError`."""
         if dry_run:
             return plan_export(self._store, path, collections, with_kv=with_kv)
-        tell = on_progress or (lambda name, documents: None)
+        tell = on_progress or (lambda name, done, total: None)
         return export_collections(self._store, path, collections, with_kv=with_kv, tell=tell)
 
     def store_stats(self) -> StoreStats:
@@ -208,9 +210,24 @@ class StoredMemory:
 
     def metrics(self) -> list[Metric]:
         """Every number there is. Raises `DatabaseUnavailable`, `DatabaseDamaged`."""
-        return list(store_metrics(self._store, self._config.store, self._maintenance.scrubbed))
+        return list(
+            store_metrics(self._store, self._archives, self._config.store, self._maintenance.scrubbed)
+        )
 
     # What a model adds
+
+    def _abilities(self) -> Abilities:
+        return Abilities(
+            recompute=self._recompute,
+            resume_starved=self._resume_starved,
+            preload=self._preload,
+            export=self._export,
+        )
+
+    def _export(self, request: StoreExport, tell: Tell) -> Exported:
+        """To a name in the data directory's archives/."""
+        path = self._archives.for_writing(request.archive)
+        return export_collections(self._store, path, request.collections, with_kv=request.kv, tell=tell)
 
     def _drop(self, input_keys: Iterable[str]) -> None:
         """Lets a pool forget these."""
@@ -230,7 +247,9 @@ class StoredMemory:
     def _preload(self, files: Sequence[KVFileRow], on_progress: Callable[[int, int], None]) -> None:
         """Loads chunks into the engine's memory, where there is one."""
 
-    def _recompute(self, count: int, repair: bool, on_progress: Callable[[int, int], None]) -> Recomputed:
+    def _recompute(
+        self, count: int, repair: bool, deadline: float, on_progress: Callable[[int, int], None]
+    ) -> Recomputed:
         raise ConflictError(
             "chunks cannot be prefilled again without a model", hint="leave out --deep, or name the model"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from memkv.store.archive import FORMAT_VERSION, ArchiveReader, ArchiveWriter
 from memkv.store.block_file import file_name
 from memkv.store.durable_files import Damage, read_file
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, DocumentRow, PageRequest
-from memkv.wire import CollectionCreate, Metadata
+from memkv.wire import CollectionCreate, Exported, Metadata
 
 _PAGE = 100
 _SPOOL_BYTES = 8 << 20  # of documents, kept in memory before they go to a temporary file
 
-Tell = Callable[[str, int], None]  # collection, documents so far
+Tell = Callable[[str, int, int], None]  # collection, documents so far and in all
 
 
 class ArchivedDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,18 +39,6 @@ class ArchivedDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     title: str = ""
     metadata: Metadata = {}
     chunks: list[tuple[int, int]] = []  # spans of `text` that the archive has vectors of
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What an archive holds."""
-
-    path: str
-    collections: list[str]
-    documents: int
-    vectors: int
-    kv_files: int
-    bytes: int
 
 
 def export_collections(
@@ -63,15 +50,23 @@ def export_collections(
         CollectionNotFound, ConfigError, InsufficientStorageError: nothing is left at `path`.
     """
     rows = _chosen(store, names)
+    total = sum(store.catalog.count_collection(row.tenant, row.id).documents for row in rows)
     documents = vectors = files = 0
     with ArchiveWriter(path) as archive:
         archive.add("manifest.json", msgspec.json.encode(_manifest(store, rows)))
         for number, row in enumerate(rows):
-            written = _write_documents(store, archive, number, row, tell)
+            written = _write_documents(store, archive, number, row, _beyond(documents, total, tell))
             documents, vectors = documents + written[0], vectors + written[1]
         if with_kv:
-            files = _write_kv(store, archive, rows)
-    return Exported(str(path), [row.name for row in rows], documents, vectors, files, path.stat().st_size)
+            files = _write_kv(store, archive, rows, lambda: tell("KV", documents, total))
+    return Exported(
+        path=str(path),
+        collections=[row.name for row in rows],
+        documents=documents,
+        vectors=vectors,
+        kv_files=files,
+        bytes=path.stat().st_size,
+    )
 
 
 def plan_export(store: Store, path: Path, names: Sequence[str], *, with_kv: bool) -> Exported:
@@ -85,12 +80,13 @@ def plan_export(store: Store, path: Path, names: Sequence[str], *, with_kv: bool
     kv_bytes = {file.input_key: file.num_bytes for file in files}
     vector_bytes = sum(each.chunks * row.dim * 4 for row, each in zip(rows, counts, strict=True))
     return Exported(
-        str(path),
-        [row.name for row in rows],
-        sum(each.documents for each in counts),
-        sum(each.chunks for each in counts),
-        len(kv_bytes),
-        vector_bytes + sum(kv_bytes.values()),
+        path=str(path),
+        collections=[row.name for row in rows],
+        documents=sum(each.documents for each in counts),
+        vectors=sum(each.chunks for each in counts),
+        kv_files=len(kv_bytes),
+        bytes=vector_bytes + sum(kv_bytes.values()),
+        dry_run=True,
     )
 
 
@@ -162,8 +158,17 @@ def _manifest(store: Store, rows: Sequence[CollectionRow]) -> dict[str, Any]:
     }
 
 
+def _beyond(before: int, total: int, tell: Tell) -> Callable[[str, int], None]:
+    """Tells of one collection's documents, so many behind those of others."""
+    return lambda name, done: tell(name, before + done, total)
+
+
 def _write_documents(
-    store: Store, archive: ArchiveWriter, number: int, row: CollectionRow, tell: Tell
+    store: Store,
+    archive: ArchiveWriter,
+    number: int,
+    row: CollectionRow,
+    tell: Callable[[str, int], None],
 ) -> tuple[int, int]:
     """Returns how many documents and how many vectors."""
     documents = vectors = 0
@@ -205,11 +210,14 @@ def _documents(store: Store, row: CollectionRow) -> Iterator[DocumentRow]:
         after = page.rows[-1].id
 
 
-def _write_kv(store: Store, archive: ArchiveWriter, rows: Sequence[CollectionRow]) -> int:
+def _write_kv(
+    store: Store, archive: ArchiveWriter, rows: Sequence[CollectionRow], tell: Callable[[], None]
+) -> int:
     """Only sound files: a damaged one is left out, its chunk is prefilled again where it is imported."""
     count = 0
     files = {file.input_key: file for row in rows for file in store.catalog.files_of(row.id)}
     for file in files.values():
+        tell()
         if store.chunks.check(file, full=True) is None:
             data = read_file(store.chunks.path(file))
             if not isinstance(data, Damage):

@@ -74,6 +74,12 @@ class AsyncStore(AsyncResource):
     verify = async_follows(plans.verify_store)
     warm = async_follows(plans.warm_store)
     reprefill = async_follows(plans.reprefill_store)
+    export = async_follows(plans.export_store)
+    import_ = async_follows(plans.import_store)
+    archives = async_sends(store_requests.list_archives)
+    delete_archive = async_sends(store_requests.delete_archive)
+    check_snapshot = async_sends(store_requests.check_snapshot)
+    restore_snapshot = async_follows(plans.restore_snapshot)
 
 
 class AsyncMemKV(AsyncResource):

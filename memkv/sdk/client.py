@@ -71,6 +71,12 @@ class Store(Resource):
     verify = follows(plans.verify_store)
     warm = follows(plans.warm_store)
     reprefill = follows(plans.reprefill_store)
+    export = follows(plans.export_store)
+    import_ = follows(plans.import_store)
+    archives = sends(store_requests.list_archives)
+    delete_archive = sends(store_requests.delete_archive)
+    check_snapshot = sends(store_requests.check_snapshot)
+    restore_snapshot = follows(plans.restore_snapshot)
 
 
 class MemKV(Resource):

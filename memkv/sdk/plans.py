@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from memkv.errors import BadRequestError, ConflictError, DocumentNotFound
+from memkv.errors import (
+    APIConnectionError,
+    BadRequestError,
+    ConflictError,
+    DocumentNotFound,
+    ServiceUnavailableError,
+)
 from memkv.sdk import requests, store_requests
 from memkv.sdk.call import Call
 from memkv.sdk.replies import error_of_problem
 from memkv.sdk.source import File, read_document
-from memkv.wire import Accepted, Document, Job, Metadata, StoreCollection, StoreVerify, StoreWork
+from memkv.wire import (
+    Accepted,
+    ArchiveWork,
+    Document,
+    Job,
+    Metadata,
+    SnapshotWork,
+    StoreCollection,
+    StoreExport,
+    StoreImport,
+    StoreVerify,
+    StoreWork,
+)
 
 T = TypeVar("T")
 Plan = Generator[Call[Any], Any, T]
@@ -23,6 +41,7 @@ OnProgress = Callable[[Job], None]
 
 _FINISHED = frozenset({"succeeded", "partial", "failed", "cancelled"})
 _LONG_WAIT = 20.0  # of one request
+_MOST_FAILURES = 20  # one after the other, of requests to a server that restores
 _SHORT_WAIT = 0.25  # where somebody looks at the progress
 
 
@@ -98,6 +117,7 @@ def verify_store(
     full: bool = True,
     deep: int = 0,
     repair: bool = False,
+    max_seconds: float = 0,
     dry_run: bool = False,
     wait: bool | float = True,
     on_progress: OnProgress | None = None,
@@ -108,10 +128,12 @@ def verify_store(
         full: read every byte; else look at sizes and modes.
         deep: so many chunks, chosen by chance, are prefilled again and compared.
         repair: set damaged files aside, and remove what nothing refers to.
+        max_seconds: then end and say how many files are left; the next verification begins with those. 0: no
+            bound.
         dry_run: only say how much would be read.
         wait, on_progress: as in `documents.create`.
     """
-    wanted = StoreVerify(full=full, deep=deep, repair=repair, dry_run=dry_run)
+    wanted = StoreVerify(full=full, deep=deep, repair=repair, max_seconds=max_seconds, dry_run=dry_run)
     return (yield from _work(store_requests.start_verify(wanted), wait, on_progress))
 
 
@@ -142,16 +164,100 @@ def reprefill_store(
     return (yield from _work(store_requests.start_reprefill(wanted), wait, on_progress))
 
 
-def _work(call: Call[StoreWork], wait: bool | float, on_progress: OnProgress | None) -> Plan[StoreWork]:
+def export_store(
+    archive: str,
+    collections: Sequence[str] = (),
+    *,
+    kv: bool = False,
+    dry_run: bool = False,
+    wait: bool | float = True,
+    on_progress: OnProgress | None = None,
+) -> Plan[ArchiveWork]:
+    """Writes collections, or all, to a new file in `archives/` of the data directory.
+
+    Args:
+        archive: its name, which ends with .tar.
+        collections: their names; none: all.
+        kv: their block files, too.
+    """
+    wanted = StoreExport(archive=archive, collections=list(collections), kv=kv, dry_run=dry_run)
+    work: ArchiveWork = yield store_requests.start_export(wanted)
+    job = yield from _end(work.job, wait, on_progress)
+    return msgspec.structs.replace(work, job=job, exported=(job and job.exported) or work.exported)
+
+
+def import_store(
+    archive: str,
+    *,
+    kv: bool = False,
+    dry_run: bool = False,
+    wait: bool | float = True,
+    on_progress: OnProgress | None = None,
+) -> Plan[ArchiveWork]:
+    """Ingests the collections of an archive in `archives/` of the data directory; nothing in it is trusted.
+
+    Args:
+        archive: its name.
+        kv: take its block files for the same tokens, fingerprint and prefix: their values are on the word of
+            who made it.
+        dry_run: only check it and say what is in it.
+    """
+    wanted = StoreImport(archive=archive, kv=kv, dry_run=dry_run)
+    work: ArchiveWork = yield store_requests.start_import(wanted)
+    job = yield from _end(work.job, wait, on_progress)
+    return msgspec.structs.replace(work, job=job, imported=job and job.imported)
+
+
+def restore_snapshot(
+    snapshot_id: str, *, wait: bool | float = True, on_progress: OnProgress | None = None
+) -> Plan[SnapshotWork]:
+    """Brings a server's store back to a snapshot: what came after it is gone.
+
+    The server lets running requests end, restores, and serves again; meanwhile it answers nobody.
+    """
+    work: SnapshotWork = yield store_requests.start_restore(snapshot_id)
+    assert work.job is not None, "bug: a restoration without a job"
     seconds = _seconds(wait)
-    work: StoreWork = yield call
-    if work.job is None or seconds == 0:
-        return work
+    failures = 0
+    while seconds:
+        timeout = None if seconds == math.inf else seconds
+        try:
+            job = yield from wait_for_job(work.job, timeout=timeout, on_progress=on_progress)
+        except (ServiceUnavailableError, APIConnectionError):  # it drains, or is closed
+            failures += 1
+            if failures == _MOST_FAILURES:
+                raise
+        else:
+            _raise_failure(job)
+            return msgspec.structs.replace(work, job=job)
+    return work
+
+
+def _end(job: Job | None, wait: bool | float, on_progress: OnProgress | None) -> Plan[Job | None]:
+    """The job, finished or as it stands when the wait is over. Raises what it failed with."""
+    seconds = _seconds(wait)
+    if job is None or seconds == 0:
+        return job
     timeout = None if seconds == math.inf else seconds
-    job = yield from wait_for_job(work.job, timeout=timeout, on_progress=on_progress)
+    job = yield from wait_for_job(job, timeout=timeout, on_progress=on_progress)
+    _raise_failure(job)
+    return job
+
+
+def _raise_failure(job: Job) -> None:
     if job.status == "failed" and job.errors:
         raise error_of_problem(job.errors[0])
-    return msgspec.structs.replace(work, job=job)
+
+
+def _work(call: Call[StoreWork], wait: bool | float, on_progress: OnProgress | None) -> Plan[StoreWork]:
+    work: StoreWork = yield call
+    job = yield from _end(work.job, wait, on_progress)
+    if job is None or job.status not in _FINISHED:
+        return msgspec.structs.replace(work, job=job)
+    counts = job.counts
+    return msgspec.structs.replace(
+        work, job=job, bytes_before=counts.bytes_before, bytes_after=counts.bytes_after
+    )
 
 
 def _ingest(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memkv.errors import ConflictError
 from memkv.sdk.call import Call, Listing, page_params, segment
 from memkv.sdk.requests import Order
 from memkv.wire import (
+    ArchiveList,
+    ArchiveWork,
     Page,
     PageRequest,
     Quarantine,
@@ -15,13 +18,17 @@ from memkv.wire import (
     Snapshot,
     SnapshotCreate,
     SnapshotList,
+    SnapshotRestore,
+    SnapshotWork,
     StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
+    StoreExport,
     StoreFile,
     StoreFileDetail,
     StoreGC,
+    StoreImport,
     StorePurge,
     StoreStats,
     StoreVerify,
@@ -141,6 +148,44 @@ def delete_snapshot(snapshot_id: str) -> Call[None]:
     )
 
 
+def check_snapshot(snapshot_id: str) -> Call[SnapshotWork]:
+    """Whether the store could be brought back to it."""
+    return _restore(snapshot_id, SnapshotRestore(dry_run=True))
+
+
+def start_restore(snapshot_id: str) -> Call[SnapshotWork]:
+    return _restore(snapshot_id, SnapshotRestore())
+
+
+def list_archives() -> Call[ArchiveList]:
+    """The archives in `archives/` of the data directory, in order of their names."""
+    return Call(
+        method="GET",
+        path="/v1/store/archives",
+        reply=ArchiveList,
+        local=lambda memory: memory.admin.archives(),
+    )
+
+
+def delete_archive(archive: str) -> Call[None]:
+    """Raises `NotFoundError`."""
+    return Call(
+        method="DELETE",
+        path=f"/v1/store/archives/{segment(archive)}",
+        reply=None,
+        local=lambda memory: memory.admin.delete_archive(archive),
+        repeatable=False,
+    )
+
+
+def start_export(wanted: StoreExport) -> Call[ArchiveWork]:
+    return _archive("/v1/store/export", wanted, lambda memory: memory.admin.export(wanted))
+
+
+def start_import(wanted: StoreImport) -> Call[ArchiveWork]:
+    return _archive("/v1/store/import", wanted, lambda memory: memory.admin.import_(wanted))
+
+
 def start_verify(wanted: StoreVerify) -> Call[StoreWork]:
     return _work("/v1/store/verify", wanted, lambda memory: memory.admin.verify(wanted))
 
@@ -155,6 +200,29 @@ def start_reprefill(wanted: StoreCollection) -> Call[StoreWork]:
 
 def _change(path: str, wanted: Request, local: Callable[[Memory], StoreChange]) -> Call[StoreChange]:
     return Call(method="POST", path=path, reply=StoreChange, body=wanted, local=local, repeatable=False)
+
+
+def _restore(snapshot_id: str, wanted: SnapshotRestore) -> Call[SnapshotWork]:
+    def in_this_process(memory: Memory) -> SnapshotWork:
+        if wanted.dry_run:
+            return SnapshotWork(dry_run=True, snapshot=memory.admin.check_snapshot(snapshot_id))
+        raise ConflictError(
+            "this process has the store open, and a snapshot is restored where nobody has",
+            hint="close it, then: memkv store snapshot restore SNAPSHOT",
+        )
+
+    return Call(
+        method="POST",
+        path=f"/v1/store/snapshots/{segment(snapshot_id)}/restore",
+        reply=SnapshotWork,
+        body=wanted,
+        local=in_this_process,
+        repeatable=False,
+    )
+
+
+def _archive(path: str, wanted: Request, local: Callable[[Memory], ArchiveWork]) -> Call[ArchiveWork]:
+    return Call(method="POST", path=path, reply=ArchiveWork, body=wanted, local=local, repeatable=False)
 
 
 def _work(path: str, wanted: Request, local: Callable[[Memory], StoreWork]) -> Call[StoreWork]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import fields
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, update
@@ -164,10 +165,13 @@ class CollectionStatements(Statements):
             rows = connection.execute(select(*_COLUMNS).order_by(Collection.id))
             return [CollectionRow(*row) for row in rows]
 
-    def renew_collection(self, row: CollectionRow, new: NewCollection) -> RenewedCollection:
+    def renew_collection(
+        self, row: CollectionRow, new: NewCollection, arguments: Mapping[str, object] | None = None
+    ) -> RenewedCollection:
         """Gives a collection to another model: its chunks go, its documents are pending again, in one job.
 
-        Of `new`, what depends on the model and the embedder is taken over. Raises CollectionNotFound.
+        Of `new`, what depends on the model and the embedder is taken over; the job is given `arguments`.
+        Raises CollectionNotFound.
         """
         with self._database.write() as transaction:
             connection = transaction.connection
@@ -192,7 +196,7 @@ class CollectionStatements(Statements):
             if not changed.rowcount:
                 raise CollectionNotFound("the collection does not exist any more")
             advance_collection(connection, row.id)
-            job = renew_documents(transaction, row.tenant, row.id)
+            job = renew_documents(transaction, row.tenant, row.id, arguments)
             released = release(connection, row.tenant, [*keys, row.prefix_key])
         return RenewedCollection(released, job)
 

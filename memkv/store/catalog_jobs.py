@@ -16,10 +16,16 @@ from memkv.store.rows import JobRow
 from memkv.store.tables import Document, Job, JobDocument
 
 MAX_ATTEMPTS = 3  # a job that takes the process down each time is given up
+RESTORE = "restore"  # the kind of jobs that no worker claims: see restoration.py
 CANCELLED = {"code": "cancelled", "detail": "the job was cancelled before this was done"}
 GIVEN_UP = {
     "code": "given_up",
     "detail": f"the server stopped {MAX_ATTEMPTS} times while it worked on this job",
+}
+NOT_RESTORED = {
+    "code": "conflict",
+    "detail": "the server stopped before the snapshot was restored",
+    "hint": "restore it again",
 }
 _NOT_DONE = {"code": "not_done", "detail": "the job ended before this document was ready"}
 
@@ -109,7 +115,12 @@ def insert_job(
     return job
 
 
-def renew_documents(transaction: WriteTransaction, tenant: str, collection_id: str) -> JobRow | None:
+def renew_documents(
+    transaction: WriteTransaction,
+    tenant: str,
+    collection_id: str,
+    arguments: Mapping[str, object] | None = None,
+) -> JobRow | None:
     """Makes every document of a collection pending again, and queues one job for them."""
     connection = transaction.connection
     own = (Document.tenant == tenant, Document.collection_id == collection_id)
@@ -130,7 +141,14 @@ def renew_documents(transaction: WriteTransaction, tenant: str, collection_id: s
         )
     )
     return insert_job(
-        transaction, tenant, collection_id, "ingest", list(sizes), total=sum(sizes.values()), unit="bytes"
+        transaction,
+        tenant,
+        collection_id,
+        "ingest",
+        list(sizes),
+        total=sum(sizes.values()),
+        unit="bytes",
+        arguments=arguments,
     )
 
 

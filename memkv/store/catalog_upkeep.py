@@ -13,11 +13,12 @@ from memkv.store.catalog_files import FILE_COLUMNS, file_row, in_batches, is_unu
 from memkv.store.catalog_store import now
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
-from memkv.store.rows import FileState, KeyedChunk, KVFileRow, LackingDocument, Page, PageRequest, Reference
+from memkv.store.rows import FileState, KeyedChunk, KVFileRow, Page, PageRequest, Reference
 from memkv.store.statements import Statements
 from memkv.store.tables import Chunk, Collection, Document, Job, KVFile, KVUse
 
 _FEWEST_DIGITS = 8  # of a key that is cut short
+_HAS_KV = exists().where(KVFile.tenant == Chunk.tenant, KVFile.input_key == Chunk.input_key)
 
 
 class UpkeepStatements(Statements):
@@ -82,23 +83,26 @@ class UpkeepStatements(Statements):
         with self._database.read() as connection:
             return [file_row(row) for row in connection.execute(statement.order_by(KVFile.input_key))]
 
-    def chunks_without_kv(self, tenant: str, collection_id: str) -> list[LackingDocument]:
-        """By document, in the order in which they came."""
-        has_kv = exists().where(KVFile.tenant == Chunk.tenant, KVFile.input_key == Chunk.input_key)
+    def documents_without_kv(self, tenant: str, collection_id: str) -> list[str]:
+        """Ids of documents with a chunk that lacks KV, in the order in which they came."""
         statement = (
-            select(
-                Chunk.document_id,
-                func.count(Chunk.input_key.distinct()),
-                func.sum(func.length(Chunk.token_ids)),  # four bytes each
-            )
-            .where(Chunk.tenant == tenant, Chunk.collection_id == collection_id, ~has_kv)
-            .group_by(Chunk.document_id)
+            select(Chunk.document_id)
+            .where(Chunk.tenant == tenant, Chunk.collection_id == collection_id, ~_HAS_KV)
+            .distinct()
             .order_by(Chunk.document_id)
         )
         with self._database.read() as connection:
-            return [
-                LackingDocument(row[0], row[1], int(row[2]) // 4) for row in connection.execute(statement)
-            ]
+            return list(connection.execute(statement).scalars())
+
+    def tokens_without_kv(self, tenant: str, collection_id: str) -> list[int]:
+        """The tokens of each chunk that lacks KV; of chunks that share it, once."""
+        statement = (
+            select(func.max(func.length(Chunk.token_ids)))  # four bytes each
+            .where(Chunk.tenant == tenant, Chunk.collection_id == collection_id, ~_HAS_KV)
+            .group_by(Chunk.input_key)
+        )
+        with self._database.read() as connection:
+            return [size // 4 for size in connection.execute(statement).scalars()]
 
     def unused_files(self) -> list[KVFileRow]:
         """Files whose key nothing refers to, and nothing that is being made ready will.
@@ -140,6 +144,14 @@ class UpkeepStatements(Statements):
         )
         with self._database.read() as connection:
             return [file_row(row) for row in connection.execute(statement)]
+
+    def files_by_verification(self) -> list[KVFileRow]:
+        """All of all tenants: those whose bytes were not read for the longest first."""
+        moment = now()
+        read_at = func.coalesce(KVFile.verified_at, KVFile.created_at)
+        order = (read_at <= moment, read_at, KVFile.input_key)  # first what a clock that went back marked
+        with self._database.read() as connection:
+            return [file_row(row) for row in connection.execute(select(*FILE_COLUMNS).order_by(*order))]
 
     def mark_verified(self, files: Sequence[KVFileRow]) -> None:
         """Every byte of these was read just now, and was right."""

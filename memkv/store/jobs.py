@@ -27,6 +27,8 @@ from memkv.store.catalog_jobs import (
     JOB_COLUMNS,
     MAX_ATTEMPTS,
     NO_LEASE,
+    NOT_RESTORED,
+    RESTORE,
     end_job,
     give_up_documents,
     insert_job,
@@ -323,6 +325,9 @@ class Jobs:
                 .all()
             )
             given_up = [job_id for job_id in hopeless if not give_up_documents(connection, job_id)]
+            unrestored = connection.execute(select(Job.id).where(*left_behind, Job.kind == RESTORE))
+            for job_id in unrestored.scalars().all():
+                end_job(connection, job_id, "failed", {"error": NOT_RESTORED})
             for job_id in given_up:
                 end_job(connection, job_id, "failed", {"error": GIVEN_UP})
             queued = connection.execute(

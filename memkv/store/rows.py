@@ -320,15 +320,6 @@ class RenewedCollection:
 
 
 @dataclass(frozen=True, slots=True)
-class LackingDocument:
-    """A document some of whose chunks have no KV."""
-
-    document_id: str
-    chunks: int
-    tokens: int  # of these chunks
-
-
-@dataclass(frozen=True, slots=True)
 class CollectionCounts:
     pending: int
     ready: int

@@ -14,9 +14,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+
+import xxhash
 
 from memkv.errors import ConfigError, NotFoundError
 from memkv.store.backup import back_up, restore
@@ -27,6 +29,7 @@ from memkv.store.durable_files import Damage, read_file, replace_file, storage_e
 from memkv.store.ids import new_id
 from memkv.store.lock import StoreLock, take_advisory_lock
 
+_PIECE = 1 << 20
 _ID = re.compile(r"^snp_[0-9a-f]{32}\Z")
 
 
@@ -40,6 +43,7 @@ class Snapshot:
     kv_files: int
     kv_bytes: int
     database_bytes: int
+    database_digest: str = ""  # xxh3-128 of the copy; older memkvs wrote none
 
 
 class Snapshots:
@@ -97,7 +101,10 @@ class Snapshots:
             with suppress(FileNotFoundError):  # let go of a moment ago: it is made again where it is needed
                 os.link(self._data_dir / "blocks" / name[:2] / name, shard / name, follow_symlinks=False)
                 files, size = files + 1, size + row.num_bytes
-        snapshot = self._snapshot(snapshot_id, generation, (files, size, database_bytes))
+        snapshot = replace(
+            self._snapshot(snapshot_id, generation, (files, size, database_bytes)),
+            database_digest=_digest(part / "database"),
+        )
         text = json.dumps(asdict(snapshot)).encode()
         replace_file(part / "manifest.json", part / "manifest.part", [text])
         return snapshot
@@ -131,8 +138,7 @@ def restore_snapshot(
 
     Raises:
         StoreLocked: the store is open.
-        NotFoundError: there is no such snapshot.
-        ConfigError: it is of another store, or of another kind of database.
+        NotFoundError, ConfigError: as `check_snapshot` does.
         DatabaseUnavailable: the database could not be replaced; it is as it was.
     """
     data_dir = Path(os.path.abspath(data_dir))
@@ -140,15 +146,7 @@ def restore_snapshot(
     path = _find(data_dir, snapshot_id)
     with ExitStack() as held:
         held.callback(StoreLock(data_dir / "lock").release)
-        snapshot = _read(path)
-        if snapshot is None:
-            raise ConfigError("the snapshot's manifest is damaged", hint="use another one, or a backup")
-        if snapshot.store_id != _store_id(data_dir):
-            raise ConfigError("the snapshot is of another store", hint="check --data-dir")
-        if snapshot.dialect != url.get_backend_name():
-            raise ConfigError(
-                f"the snapshot is of a database of kind {snapshot.dialect}", hint="check MEMKV_DATABASE_URL"
-            )
+        snapshot = check_snapshot(data_dir, url.get_backend_name(), snapshot_id)
         if dry_run:
             return snapshot
         if url.get_backend_name() != "sqlite":
@@ -158,6 +156,37 @@ def restore_snapshot(
         _link_back(path / "blocks", data_dir / "blocks")  # first: files without rows harm nobody
         restore(url, path / "database")
     return snapshot
+
+
+def check_snapshot(data_dir: Path, dialect: str, snapshot_id: str) -> Snapshot:
+    """A snapshot that a store on such a database can be brought back to; the store may be open.
+
+    Raises:
+        NotFoundError: there is no such snapshot.
+        ConfigError: it is of another store, or of another kind of database, or damaged.
+    """
+    path = _find(data_dir, snapshot_id)
+    snapshot = _read(path)
+    if snapshot is None:
+        raise ConfigError("the snapshot's manifest is damaged", hint="use another one, or a backup")
+    if snapshot.store_id != _store_id(data_dir):
+        raise ConfigError("the snapshot is of another store", hint="check --data-dir")
+    if snapshot.dialect != dialect:
+        raise ConfigError(
+            f"the snapshot is of a database of kind {snapshot.dialect}", hint="check MEMKV_DATABASE_URL"
+        )
+    if snapshot.database_digest not in ("", _digest(path / "database")):
+        raise ConfigError("the snapshot's database is damaged", hint="use another one, or a backup")
+    return snapshot
+
+
+def _digest(path: Path) -> str:
+    """xxh3-128 of a file; of one that cannot be read, of nothing."""
+    digest = xxhash.xxh3_128()
+    with suppress(OSError), path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _link_back(kept: Path, blocks: Path) -> None:

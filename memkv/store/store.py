@@ -16,9 +16,10 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -53,7 +54,7 @@ from memkv.store.space_reserve import RESERVE_BYTES, SpaceReserve
 from memkv.store.upkeep import Upkeep
 from memkv.store.uses import Uses
 from memkv.store.vector_index import VectorIndexes
-from memkv.store.verification import StoreProblem, verify_files
+from memkv.store.verification import StoreProblem, Verified, verify_files
 
 FORMAT_VERSION = 1  # of the data directory
 
@@ -105,7 +106,7 @@ class Store:
         held.callback(self.jobs.close)
         self.recovery = self._recover(schema, epoch)
         self.indexes = VectorIndexes(data_dir / "indexes", self.temporary_path, self.store_id, self.catalog)
-        self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes)
+        self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes, reserve)
         self.uses = Uses(self.catalog)
         self.snapshots = Snapshots(data_dir, self.store_id, database, self.catalog)
         self._reserve = reserve
@@ -203,9 +204,11 @@ class Store:
         self.jobs.announce()
         return deleted
 
-    def renew_collection(self, row: CollectionRow, new: NewCollection) -> RenewedCollection:
+    def renew_collection(
+        self, row: CollectionRow, new: NewCollection, arguments: Mapping[str, object] | None = None
+    ) -> RenewedCollection:
         """`Catalog.renew_collection`, then the index and the files, and wakes the workers."""
-        renewed = self.catalog.renew_collection(row, new)
+        renewed = self.catalog.renew_collection(row, new, arguments)
         self.indexes.drop(row.id)
         self.chunks.reclaim(renewed.released.files)
         self.jobs.announce()
@@ -238,18 +241,36 @@ class Store:
         repair: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[StoreProblem]:
-        """Everything that is wrong: database, block files (all bytes with `full`), index files.
+        """Everything that is wrong; see `verify_until`."""
+        return self.verify_until(inf, full=full, repair=repair, on_progress=on_progress).problems
 
-        Changes nothing unless `repair` says so. `on_progress` is told (block files looked at, block files).
+    def verify_until(
+        self,
+        deadline: float,
+        *,
+        full: bool = False,
+        repair: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Verified:
+        """Checks database, index files, then block files (all bytes with `full`) until `deadline`.
+
+        Changes nothing unless `repair` says so, but for when each file was read last.
+
+        Args:
+            deadline: of `time.monotonic`; it bounds block files alone, and one is looked at in any case.
+            on_progress: told (block files looked at, block files).
         """
-        found = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
-        found += verify_files(self.chunks, self.catalog, full=full, repair=repair, on_progress=on_progress)
+        wrong = [StoreProblem("database", "", line, False) for line in self.database.find_damage()]
         for collection in self.catalog.all_collections():
             damage = self.indexes.check(collection)
             if damage is not None:
                 repaired = repair and self._renew_index(collection)
-                found.append(StoreProblem("index", collection.name, damage.detail, repaired))
-        return found
+                wrong.append(StoreProblem("index", collection.name, damage.detail, repaired))
+        verified = verify_files(
+            self.chunks, self.catalog, full=full, repair=repair, deadline=deadline, on_progress=on_progress
+        )
+        verified.problems[:0] = wrong
+        return verified
 
     def stats(self) -> dict[str, object]:
         """Plain values, for /v1/store/stats and `memkv store stats`."""

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memkv.errors import ConflictError
+from memkv.store.block_file import file_name
 from memkv.store.catalog import Catalog
 from memkv.store.chunk_store import ChunkStore
 from memkv.store.database import Database
 from memkv.store.rows import CollectionRow, KVFileRow
+from memkv.store.space_reserve import SpaceReserve
 from memkv.store.vector_index import VectorIndexes
 
 _MOST_OF_A_STORE = 0.2  # more garbage than this share of all files is a wrong database more often than not
@@ -56,7 +58,13 @@ class Upkeep:
     """Thread-safe. Raises DatabaseUnavailable, DatabaseDamaged, InsufficientStorageError, StoreFenced."""
 
     def __init__(
-        self, data_dir: Path, database: Database, catalog: Catalog, chunks: ChunkStore, indexes: VectorIndexes
+        self,
+        data_dir: Path,
+        database: Database,
+        catalog: Catalog,
+        chunks: ChunkStore,
+        indexes: VectorIndexes,
+        reserve: SpaceReserve,
     ) -> None:
         self._data_dir = data_dir
         self._quarantine = data_dir / "quarantine"
@@ -64,6 +72,7 @@ class Upkeep:
         self._catalog = catalog
         self._chunks = chunks
         self._indexes = indexes
+        self._reserve = reserve  # rows go even on a full disk
 
     def collect_garbage(self, *, dry_run: bool = False, force: bool = False) -> Removed:
         """Removes files whose key nothing refers to, files that no row names, and indexes of no collection.
@@ -81,10 +90,11 @@ class Upkeep:
         if dry_run:
             return Removed(len(files), sum(files), before, before - sum(files))
         self._require_few(len(unused) + len(orphans), force)
-        released = self._chunks.release_all_unused()
+        released = self._reserve.spend_on(self._chunks.release_all_unused)
         removed = self._chunks.orphans(remove=True)
         gone = len(released) + sum(orphan.removed for orphan in removed) + sum(map(_unlink, indexes))
-        self._catalog.forget_uses()
+        self._reserve.spend_on(self._catalog.forget_uses)
+        self._reserve.fill()
         after = self.disk_bytes()
         keys = tuple(row.input_key for row in released)
         return Removed(gone, before - after, before, after, max(0, len(files) - gone), keys)
@@ -102,11 +112,13 @@ class Upkeep:
         before = self.disk_bytes()
         if dry_run:
             return Removed(len(chosen), size, before, before - size)
-        self._chunks.evict(chosen)
+        self._reserve.spend_on(lambda: self._chunks.evict(chosen))
+        self._reserve.fill()
+        left = {orphan.name for orphan in self._chunks.orphans()}
+        failed = sum(file_name(row.input_key, row.file_digest) in left for row in chosen)
         after = self.disk_bytes()
-        return Removed(
-            len(chosen), before - after, before, after, released=tuple(row.input_key for row in chosen)
-        )
+        keys = tuple(row.input_key for row in chosen)
+        return Removed(len(chosen) - failed, before - after, before, after, failed, keys)
 
     def quarantined(self) -> list[QuarantinedFile]:
         """What is set aside, the oldest first."""
@@ -148,6 +160,11 @@ class Upkeep:
         self._database.compact()
         after = self._database.size()
         return Removed(0, max(0, before - after), before, after)
+
+    def unneeded_bytes(self) -> int:
+        """Of files that nothing refers to and files that no row names: what a repair removes."""
+        unused, orphans = self._catalog.unused_files(), self._chunks.orphans()
+        return sum(row.num_bytes for row in unused) + sum(orphan.num_bytes for orphan in orphans)
 
     def disk_bytes(self) -> int:
         """Bytes of everything under blocks/, indexes/ and quarantine/."""

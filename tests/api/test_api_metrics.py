@@ -61,6 +61,9 @@ def test_the_numbers_are_those_of_the_store(http: httpx2.Client, collection: str
         assert now[name, ""] > before.get((name, ""), 0)
     assert {state: now["memkv_pool_blocks", state] for state in stats.pool} == stats.pool
     assert now["memkv_disk_free_bytes", ""] > 0
+    assert now["memkv_stale_collections", ""] == len(stats.stale)
+    for name in ("snapshots", "snapshot_bytes", "archives", "archive_bytes"):
+        assert now[f"memkv_{name}", ""] >= 0
     assert now["memkv_recovery", "epoch"] >= 1
     shown = {name for name, _ in now}
     for counter in stats.counters:

@@ -74,15 +74,20 @@ def test_down_and_up_again(run: Run, database: Path, models: list[str]) -> None:
     ingested = run("ingest", "-", "-c", "c", "--external-id", "e", *WHERE, *models, input="The lamp is lit.")
     assert ingested.exit_code == 0, ingested.output
     head = answer(run, "db", "current")["head"]
-    assert answer(run, "db", "downgrade", "0002", "--dry-run") == {"before": head, "would_be": "0002"}
+    would = answer(run, "db", "downgrade", "0002", "--dry-run")
+    assert (would["before"], would["would_be"]) == (head, "0002")
     assert run("db", "downgrade", "9999", "--dry-run", *WHERE).exit_code == 2
     assert answer(run, "db", "current")["current"] == head
     done = answer(run, "db", "downgrade", "0002", "--yes")
-    assert done == {"before": head, "now": "0002"}
+    assert (done["before"], done["now"]) == (head, "0002")
+    assert done["bytes_before"] == would["bytes_before"] > 0 < done["bytes_after"]
     assert answer(run, "db", "current", exit_code=1)["current"] == "0002"
     assert run("store", "stats", *WHERE).exit_code == 1, "it is used with an older schema"
-    assert answer(run, "db", "upgrade", "--dry-run") == {"before": "0002", "would_be": head}
-    assert answer(run, "db", "upgrade") == {"before": "0002", "now": head}
+    would = answer(run, "db", "upgrade", "--dry-run")
+    assert (would["before"], would["would_be"], would["bytes_before"]) == ("0002", head, done["bytes_after"])
+    upgraded = answer(run, "db", "upgrade")
+    assert (upgraded["before"], upgraded["now"]) == ("0002", head)
+    assert upgraded["bytes_before"] == would["bytes_before"] > 0 < upgraded["bytes_after"]
     assert answer(run, "db", "check")["problems"] == []
     assert answer(run, "documents", "show", "e", "-c", "c")["status"] == "ready"
     assert answer(run, "store", "verify")["problems"] == []

@@ -58,9 +58,13 @@ def test_files_are_listed_shown_evicted_and_made_again(run: Run, filled: list[st
     assert done["bytes_after"] < done["bytes_before"]
     work = answer(run, "store", "reprefill", name, "--dry-run", *where)
     assert (work["files"], work["job"]) == (plan["files"], None)
+    assert work["bytes_before"] == done["bytes_after"] < work["bytes_after"]
     made = run("store", "reprefill", name, *where)
     assert made.exit_code == 0, made.output
-    assert f"made  {plan['files']} block file" in made.stdout
+    lines = [line.split(maxsplit=1) for line in made.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["made", "before", "after"]
+    assert lines[0][1].startswith(f"{plan['files']} block file")
+    assert lines[1][1] != lines[2][1]
     assert len(answer(run, "store", "ls", "-c", name, "--limit", "100", *where)["data"]) == len(listed)
     warmed = answer(run, "store", "warm", name, *where)
     assert warmed["files"] in (len(listed), len(listed) + 1), "the prefix may be another's"
@@ -72,6 +76,14 @@ def test_the_store_is_checked_and_swept(run: Run, filled: list[str]) -> None:
     assert (found["found"], found["problems"]) == (0, [])
     assert answer(run, "store", "verify", "--quick", *filled)["full"] is False
     assert "no problems" in run("store", "verify", "--deep", "1", *filled).stdout
+    bounded = answer(run, "store", "verify", "--max-duration", "0.000001", *filled)
+    assert (bounded["files"], bounded["files_left"]) == (1, found["kv_files"] - 1)
+    told = run("store", "verify", "--max-duration", "0.000001", *filled)
+    assert f"left for want of time: {found['kv_files'] - 1} block file" in told.stdout
+    assert "left for want of time" not in run("store", "verify", "--max-duration", "600", *filled).stdout
+    repaired = run("store", "verify", "--repair", *filled)
+    assert "before " in repaired.stdout
+    assert ", after " in repaired.stdout
     plan = answer(run, "store", "verify", "--dry-run", *filled)
     assert plan["files"] == found["kv_files"]
     for command in ("gc", "compact"):
@@ -125,6 +137,8 @@ def test_most_of_a_store_goes_only_by_force(run: Run, models: list[str]) -> None
         ("store", "evict", "--to", "much"),
         ("store", "show", "short"),
         ("store", "verify", "--deep", "1001"),
+        ("store", "verify", "--max-duration", "0"),
+        ("store", "verify", "--quick", "--max-duration", "5"),
     ],
 )
 def test_wrong_usage_is_told(run: Run, command: tuple[str, ...]) -> None:
@@ -205,11 +219,12 @@ def test_copies_are_made_and_brought_back(run: Run, models: list[str]) -> None:
     planned = answer(run, "store", "snapshot", "create", "--dry-run", *where)
     assert answer(run, "store", "snapshot", "list", *where)["data"] == []
     made = answer(run, "store", "snapshot", "create", *where)
-    assert {**planned, **{key: made[key] for key in ("id", "time", "generation", "database_bytes")}} == made
+    changing = ("id", "time", "generation", "database_bytes", "database_digest")
+    assert {**planned, **{key: made[key] for key in changing}} == made
     would = answer(run, "store", "export", "all.tar", "--kv", "--dry-run", *where)
     assert not Path("all.tar").exists()
     exported = answer(run, "store", "export", "all.tar", "--kv", *where)
-    assert {**would, "bytes": exported["bytes"]} == exported
+    assert {**would, "bytes": exported["bytes"], "dry_run": False} == exported
     assert 0 < would["bytes"] < exported["bytes"] < would["bytes"] + 100_000
     assert (exported["documents"], exported["collections"]) == (1, ["c"])
     assert exported["kv_files"] > exported["vectors"] > 0, "the prefix has KV and no vector"
@@ -229,14 +244,58 @@ def test_copies_are_made_and_brought_back(run: Run, models: list[str]) -> None:
 
     there = ["--data-dir", "there", *models]
     plan = answer(run, "store", "import", "all.tar", "--dry-run", *there)
-    assert (plan["documents"], plan["dry_run"]) == (1, True)
+    assert (plan["documents"], plan["dry_run"], plan["bytes_after"]) == (1, True, plan["bytes_before"])
     came = run("store", "import", "all.tar", "--kv", *there)
     assert came.exit_code == 0, came.output
     told = [" ".join(line.split()) for line in came.stdout.splitlines()]
     assert f"vectors taken {exported['vectors']}" in told
     assert any(line.startswith(f"kv taken {exported['kv_files']} block file") for line in told)
+    assert "before 0 B" in told
+    assert any(line.startswith("after ") and line != "after 0 B" for line in told)
     assert answer(run, "documents", "show", "kept", "-c", "c", "--data-dir", "there")["status"] == "ready"
     Path("noise.tar").write_bytes(b"noise" * 1000)
     refused = run("store", "import", "noise.tar", *there)
     assert refused.exit_code == 2
     assert "the archive is refused" in refused.stderr
+
+
+def test_a_server_writes_and_reads_archives_by_name(run: Run, server: str, name: str) -> None:
+    """In `archives/` of its own data directory, and nowhere else."""
+    where = ["--url", server]
+    run("ingest", "-", "-c", name, "--external-id", "light", *where, input=TEXT + name)
+    archive = f"{name}.tar"
+    would = answer(run, "store", "export", archive, "-c", name, "--dry-run", *where)
+    assert (would["documents"], would["dry_run"]) == (1, True)
+    done = answer(run, "store", "export", archive, "-c", name, *where)
+    assert done["path"].endswith(f"/archives/{archive}")
+    assert done["documents"] == 1
+    assert not Path(archive).exists(), "it was written here"
+    again = run("store", "export", archive, "-c", name, *where)
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    elsewhere = run("store", "export", f"./{name}-x.tar", "-c", name, *where)
+    assert elsewhere.exit_code == 0, "a path is brought into its plain form first"
+    assert run("store", "export", f"../{archive}", "-c", name, *where).exit_code == 2
+    run("collections", "delete", name, "--yes", *where)
+    assert answer(run, "store", "import", archive, "--dry-run", *where)["documents"] == 1
+    told = run("store", "import", archive, *where)
+    assert told.exit_code == 0, told.output
+    assert "imported " in told.stdout
+    assert answer(run, "documents", "show", "light", "-c", name, *where)["status"] == "ready"
+
+
+def test_a_server_is_brought_back_to_a_snapshot(run: Run, server: str, name: str) -> None:
+    where = ["--url", server]
+    run("ingest", "-", "-c", name, "--external-id", "before", *where, input=TEXT + name)
+    made = answer(run, "store", "snapshot", "create", *where)["id"]
+    run("ingest", "-", "-c", name, "--external-id", "after", *where, input=f"{TEXT}{name} after")
+    assert "would restore" in run("store", "snapshot", "restore", made, "--dry-run", *where).stdout
+    assert answer(run, "documents", "show", "after", "-c", name, *where)["status"] == "ready"
+    restored = run("store", "snapshot", "restore", made, "--yes", *where)
+    assert restored.exit_code == 0, restored.output
+    assert made in restored.stdout
+    assert run("documents", "show", "after", "-c", name, *where).exit_code == 1
+    assert answer(run, "documents", "show", "before", "-c", name, *where)["status"] == "ready"
+    unknown = run("store", "snapshot", "restore", f"snp_{'0' * 32}", "--yes", *where)
+    assert unknown.exit_code == 1
+    assert "memkv store snapshot list" in unknown.stderr

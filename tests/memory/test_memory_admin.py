@@ -11,6 +11,7 @@ import pytest
 
 from memkv.config import load_config
 from memkv.errors import (
+    BadRequestError,
     CollectionNotFound,
     ConflictError,
     DatabaseDamaged,
@@ -93,6 +94,56 @@ def test_a_check_is_a_job_and_tells_what_it_found(open_memory: OpenMemory) -> No
     assert (mended.found, mended.repaired) == (1, 1)
     assert verified(memory).found == 0
     assert [file.kind for file in memory.admin.quarantine().files] == ["digest"]
+
+
+def test_a_check_with_little_time_says_how_far_it_came(open_memory: OpenMemory) -> None:
+    memory = filled(open_memory())
+    files = block_files(memory)
+    first = verified(memory, max_seconds=1e-9, deep=1000)
+    assert (first.files, first.files_left, first.recomputed) == (1, len(files) - 1, 0)
+    assert first.bytes + first.bytes_left == first.kv_bytes == sum(file.stat().st_size for file in files)
+    whole = verified(memory, max_seconds=600, deep=1)
+    assert (whole.files, whole.files_left, whole.bytes_left, whole.recomputed) == (len(files), 0, 0, 1)
+    with pytest.raises(BadRequestError, match="a quick check reads none"):
+        memory.admin.verify(StoreVerify(full=False, max_seconds=1))
+
+
+def test_work_tells_bytes_before_and_after(open_memory: OpenMemory) -> None:
+    """What lies under blocks/, indexes/ and quarantine/, looked at from outside."""
+    memory = filled(open_memory())
+
+    def on_disk() -> int:
+        root = Path(memory.store_stats().data_dir)
+        return sum(
+            path.stat().st_size
+            for name in ("blocks", "indexes", "quarantine")
+            for path in (root / name).rglob("*")
+            if path.is_file()
+        )
+
+    whole = on_disk()
+    memory.admin.evict(StoreEvict(collection="c"))
+    less = on_disk()
+    plan = memory.reprefill(StoreCollection(collection="c", dry_run=True))
+    assert (plan.bytes_before, plan.bytes_after) == (less, whole) == (less, less + plan.bytes)
+    made = done(memory, memory.reprefill(StoreCollection(collection="c"))).counts
+    assert (made.bytes_before, made.bytes_after) == (less, whole)
+    assert whole > less
+    warmed = done(memory, memory.admin.warm(StoreCollection(collection="c"))).counts
+    assert (warmed.bytes_before, warmed.bytes_after) == (whole, whole)
+
+    stray = Path(memory.store_stats().data_dir) / "blocks" / "00" / f"{'0' * 64}.{'0' * 32}.kv"
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"x" * 1000)
+    dry = memory.admin.verify(StoreVerify(repair=True, dry_run=True))
+    assert (dry.bytes_before, dry.bytes_after) == (whole + 1000, whole)
+    looked = memory.admin.verify(StoreVerify(dry_run=True))
+    assert (looked.bytes_before, looked.bytes_after) == (whole + 1000, whole + 1000)
+    swept = verified(memory, repair=True)
+    assert (swept.bytes_before, swept.bytes_after) == (whole + 1000, whole)
+    ingested = memory.ingest("c", [DocumentCreate(text="Another.", external_id="b")], wait=60)
+    assert ingested.job is not None
+    assert (ingested.job.counts.bytes_before, ingested.job.counts.bytes_after) == (0, 0), "it is not asked"
 
 
 def test_chunks_are_prefilled_again_and_compared(open_memory: OpenMemory) -> None:
@@ -268,11 +319,11 @@ def test_whoever_waits_for_a_check_is_told_that_it_failed(
 ) -> None:
     memory = filled(open_memory())
 
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory._store, "verify", fail)
+        patch.setattr(memory._store, "verify_until", fail)
         work = memory.admin.verify(StoreVerify())
         assert work.job is not None
         job = memory.wait_job(work.job.id, 30)

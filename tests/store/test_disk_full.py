@@ -12,7 +12,7 @@ from store_samples import DIM, commit, found_texts, load, new_collection, sample
 from memkv.errors import InsufficientStorageError
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.database import sqlite_driver
-from memkv.store.rows import NewDocument
+from memkv.store.rows import NewDocument, PageRequest
 from memkv.store.space_reserve import SpaceReserve
 
 __all__ = ["small_disk"]
@@ -95,6 +95,38 @@ def delete_on_a_full_disk(disk: Path) -> None:
 
 def test_deleting_works_on_a_full_disk_and_makes_room(small_disk: Path) -> None:
     delete_on_a_full_disk(small_disk)
+
+
+def make_room_on_a_full_disk(disk: Path) -> None:
+    """Collects garbage and evicts, as an operator would whose disk is full."""
+    with Store.open(disk / "data") as store:
+        collection = store.catalog.create_collection(T, new_collection())
+        document = store.accept_documents(T, collection.id, [NewDocument(TEXT)]).documents[0].document
+        commit(store, document, TEXT)
+        for job in store.jobs.list(T, PageRequest()).rows:
+            store.jobs.finish(job.id, "succeeded")
+        store.chunks.publish([sample.item for sample in samples_of(store, "garbage\nmore of it")])
+        with closing(sqlite_driver.connect(store.data_dir / "memkv.db")) as other:
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # no room is left in the log
+        fill(disk, "filler")
+        with pytest.raises(InsufficientStorageError):
+            store.accept_documents(T, collection.id, [NewDocument("x" * 100_000)])
+        assert store.upkeep.collect_garbage().files == 2
+        fill(disk, "more filler")
+        evicted = store.upkeep.evict(to_bytes=0)
+        assert (evicted.files, evicted.failed) == (6, 0)
+        assert store.verify(full=True) == []
+        assert store.catalog.kv_totals() == (0, 0)
+
+
+def test_garbage_and_kv_go_on_a_full_disk(small_disk: Path) -> None:
+    make_room_on_a_full_disk(small_disk)
+
+
+def test_without_the_reserve_they_would_not(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpaceReserve, "fill", lambda *_, **__: None)
+    with pytest.raises(InsufficientStorageError):
+        make_room_on_a_full_disk(small_disk)
 
 
 def test_without_the_reserve_it_would_not(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

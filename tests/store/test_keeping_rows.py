@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from sqlalchemy import update
 from store_samples import ingest, load, new_collection, path_of, samples_of, tokens_of
@@ -11,7 +13,7 @@ from memkv.kv.fingerprint import token_digest
 from memkv.store import DEFAULT_TENANT, Store
 from memkv.store.block_file import token_digest_of
 from memkv.store.rows import CollectionRow, PageRequest
-from memkv.store.tables import KVFile
+from memkv.store.tables import KVFile, KVUse
 
 T = DEFAULT_TENANT
 
@@ -50,11 +52,9 @@ def test_documents_that_lack_kv_are_told_with_what_they_lack(store: Store, colle
     row = store.catalog.file_for(T, gone.item.input_key)
     assert row is not None
     store.chunks.evict([row])
-    found = store.catalog.chunks_without_kv(T, collection.id)
-    assert [(each.document_id, each.chunks, each.tokens) for each in found] == [
-        (half.id, 1, len("gone")),
-        (none.id, 2, len("nevermademade")),
-    ]
+    assert store.catalog.documents_without_kv(T, collection.id) == [half.id, none.id]
+    found = store.catalog.tokens_without_kv(T, collection.id)
+    assert sorted(found) == sorted(map(len, ("gone", "never", "made"))), "what is shared counts once"
     assert load(store, gone.item) is None
 
 
@@ -78,6 +78,23 @@ def test_files_that_nothing_refers_to_are_listed_apart(store: Store, collection:
     page = store.catalog.list_files(PageRequest(), unused=True)
     assert [found.file.input_key for found in page.rows] == [sample.item.input_key]
     assert len(store.catalog.list_files(PageRequest()).rows) == 2
+
+
+def test_rows_from_the_future_are_counted(store: Store, collection: CollectionRow) -> None:
+    ingest(store, collection, "one\ntwo")
+    minute = timedelta(minutes=1)
+    assert store.catalog.rows_from_the_future(minute) == (0, None)
+    late = datetime.now(UTC).replace(microsecond=0) + timedelta(days=400)
+    later = late + timedelta(days=1)
+    [key, _] = keys_of(store, "one\ntwo")
+    store.catalog.add_uses({(T, key): 1})
+    with store.database.write() as transaction:
+        connection = transaction.connection
+        connection.execute(update(KVFile).values(verified_at=late))
+        connection.execute(update(KVUse).values(used_at=later))
+    assert store.catalog.rows_from_the_future(minute) == (3, later)
+    assert store.catalog.rows_from_the_future(timedelta(days=400, hours=1)) == (1, later)
+    assert store.catalog.rows_from_the_future(timedelta(days=500)) == (0, None)
 
 
 def test_a_key_cut_too_short_to_tell_is_refused(store: Store, collection: CollectionRow) -> None:

@@ -116,6 +116,19 @@ def test_a_file_that_cannot_be_removed_is_counted(plain_store: Store) -> None:
     assert (done.files, done.failed) == (0, 1)
 
 
+def test_what_a_repair_would_remove_is_told(store: Store, collection: CollectionRow) -> None:
+    ingest(store, collection, "needed")
+    assert store.upkeep.unneeded_bytes() == 0
+    publish_unused(store, "unused")
+    forget_rows(store, "orphan")
+    wanted = [sample.item for text in ("unused", "orphan") for sample in samples_of(store, text)]
+    assert store.upkeep.unneeded_bytes() == sum(path_of(store, item).stat().st_size for item in wanted)
+    before = store.upkeep.disk_bytes()
+    told = store.upkeep.unneeded_bytes()
+    store.verify(repair=True)
+    assert store.upkeep.disk_bytes() == before - told
+
+
 class TestEviction:
     def test_what_was_used_longest_ago_goes_first(self, store: Store, collection: CollectionRow) -> None:
         texts = ["one", "two", "three"]
@@ -151,6 +164,15 @@ class TestEviction:
         assert not is_exact(store, samples_of(store, "of the second")[0])
         assert store.catalog.kv_bytes(collection_id=other.id) == 0
         assert store.catalog.kv_bytes(collection_id=collection.id) == store.catalog.kv_bytes(tenant=T) > 0
+
+    def test_a_file_that_cannot_be_removed_is_counted(self, store: Store, collection: CollectionRow) -> None:
+        ingest(store, collection, "stuck\nloose")
+        stuck = path_of(store, samples_of(store, "stuck\nloose")[0].item)
+        stuck.unlink()
+        stuck.mkdir()
+        done = store.upkeep.evict()
+        assert (done.files, done.failed) == (1, 1)
+        assert len(done.released) == 2, "no row names it any more"
 
     def test_a_prefix_stays(self, plain_store: Store) -> None:
         store = plain_store
