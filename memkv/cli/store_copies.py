@@ -211,8 +211,7 @@ def _restore_here(snapshot_id: str, dry_run: bool, target: Target, out: Output) 
     from memkv.wire import Snapshot
 
     config = target.config()
-    with steps(out) as tell:
-        tell("restoring")
+    with bar(out, "looking" if dry_run else "restoring"):
         found = restore_snapshot(
             Path(config.store.data_dir),
             config.store.database_url or None,
