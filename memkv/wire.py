@@ -491,7 +491,7 @@ class StoreStats(Reply, frozen=True, kw_only=True):
     warnings: list[str]  # what makes it less durable than it could be
     pool: dict[str, int]  # blocks by state; empty where no model is loaded
     counters: dict[str, int]  # since the store was opened: hits, misses, damaged_<kind>, quarantined ...
-    stale: list[str] = []  # collections made with another model or other settings than this process has
+    stale: list[str] | None = None  # collections of another model or other settings; None: no model is open
 
 
 class StoreProblem(Reply, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from memkv.cli.doctor_store import find_stale
 from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.paging import PageOptions, page_options
 from memkv.cli.progress import bar
@@ -14,10 +13,9 @@ from memkv.cli.sizes import SIZE
 from memkv.cli.store_copies import export, import_command, snapshot
 from memkv.cli.store_work import reprefill, verify, warm
 from memkv.cli.target import Target, target_options
-from memkv.errors import MemKVError
 
 if TYPE_CHECKING:
-    from memkv.wire import StoreChange, StoreStats
+    from memkv.wire import StoreChange
 
 _KEY_SHOWN = 16  # digits of a key in a list
 _PARTIAL = 3
@@ -34,11 +32,9 @@ def store() -> None:
 @target_options
 @output_options
 def stats(target: Target, out: Output) -> None:
-    """What is stored, how big it is, what was found damaged, and which collections another model made."""
+    """What is stored, how big it is, what was found damaged; of a server, which collections are stale."""
     with target.open(out, models=False) as client:
         found = client.store.stats()
-    if not target.url and found.collections:
-        found = _with_stale(found, target)
     out.fields(
         found,
         [
@@ -50,20 +46,11 @@ def stats(target: Target, out: Output) -> None:
             ("database", ", ".join(f"{key} {value}" for key, value in found.database.items())),
             ("pool", ", ".join(f"{count} {state}" for state, count in found.pool.items()) or "none"),
             ("counters", ", ".join(f"{count} {name}" for name, count in found.counters.items()) or "none"),
-            *(("stale", f"{name}: memkv store reprefill {name}") for name in found.stale),
+            *(("stale", f"{name}: memkv store reprefill {name}") for name in found.stale or ()),
+            *((("stale", "not told without a model: memkv doctor"),) if found.stale is None else ()),
             *(("warning", warning) for warning in found.warnings),
         ],
     )
-
-
-def _with_stale(found: StoreStats, target: Target) -> StoreStats:
-    """What no model was loaded for, told from the files of the configured one."""
-    from msgspec.structs import replace
-
-    try:
-        return replace(found, stale=list(find_stale(target.config())[1]))
-    except MemKVError as error:
-        return replace(found, warnings=[*found.warnings, f"stale collections cannot be told: {error.detail}"])
 
 
 @store.command()

@@ -153,7 +153,7 @@ def stored_problem(error: MemKVError) -> dict[str, object]:
     return stored
 
 
-def stats_reply(store: Mapping[str, Any], pool: Mapping[str, int], stale: Sequence[str]) -> StoreStats:
+def stats_reply(store: Mapping[str, Any], pool: Mapping[str, int], stale: Sequence[str] | None) -> StoreStats:
     return StoreStats(
         store_id=store["store_id"],
         data_dir=store["data_dir"],
@@ -168,7 +168,7 @@ def stats_reply(store: Mapping[str, Any], pool: Mapping[str, int], stale: Sequen
         warnings=list(store["warnings"]),
         pool=dict(pool),
         counters=dict(store["chunk_store"]),
-        stale=list(stale),
+        stale=None if stale is None else list(stale),
     )
 
 

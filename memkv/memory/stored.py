@@ -238,8 +238,8 @@ class StoredMemory:
     def _pool(self) -> dict[str, int]:
         return {}
 
-    def _stale(self) -> list[str]:
-        return []
+    def _stale(self) -> list[str] | None:
+        return None
 
     def _resume_starved(self) -> None:
         """Queues documents again that failed for want of room, as far as there is room now."""

@@ -95,6 +95,18 @@ def test_the_store_is_checked_and_swept(run: Run, filled: list[str]) -> None:
     assert answer(run, "store", "quarantine", "--purge", *filled)["files"] == 0
 
 
+def test_what_no_model_was_opened_for_is_not_said_to_be_sound(run: Run, where: list[str]) -> None:
+    """A server knows which collections another model made; a command that opens no model does not."""
+    stale = answer(run, "store", "stats", *where)["stale"]
+    told = run("store", "stats", *where).stdout
+    if where[0] == "--url":
+        assert stale == []
+        assert "stale" not in told
+    else:
+        assert stale is None
+        assert "not told without a model: memkv doctor" in told
+
+
 def test_what_was_set_aside_is_told(run: Run, models: list[str]) -> None:
     where = ["--data-dir", "data"]
     run("ingest", "-", "-c", "c", *where, *models, input=TEXT)
