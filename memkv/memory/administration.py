@@ -22,7 +22,7 @@ from memkv.memory.transfer import plan_export
 from memkv.store import Store
 from memkv.store.archives import Archives
 from memkv.store.block_file import file_name
-from memkv.store.restoration import begin_restore
+from memkv.store.catalog_restores import begin_restore
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
 from memkv.store.snapshots import check_snapshot
 from memkv.wire import (

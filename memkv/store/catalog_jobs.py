@@ -16,7 +16,7 @@ from memkv.store.rows import JobRow
 from memkv.store.tables import Document, Job, JobDocument
 
 MAX_ATTEMPTS = 3  # a job that takes the process down each time is given up
-RESTORE = "restore"  # the kind of jobs that no worker claims: see restoration.py
+RESTORE = "restore"  # the kind of jobs that no worker claims: see catalog_restores.py
 CANCELLED = {"code": "cancelled", "detail": "the job was cancelled before this was done"}
 GIVEN_UP = {
     "code": "given_up",

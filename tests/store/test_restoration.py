@@ -10,7 +10,8 @@ from store_samples import OpenStore, found_texts, ingest, new_collection
 
 from memkv.errors import ConfigError, StoreLocked
 from memkv.store import DEFAULT_TENANT
-from memkv.store.restoration import begin_restore, restore_between
+from memkv.store.catalog_restores import begin_restore
+from memkv.store.restoration import restore_between
 from memkv.store.rows import PageRequest
 
 T = DEFAULT_TENANT

@@ -1,0 +1,68 @@
+"""Statements about the job that tells of a restored snapshot.
+
+It is written down before and after: the database that knew of it is replaced, and the one that replaces it
+never heard of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sqlalchemy import delete, insert, update
+
+from memkv.store.catalog_jobs import RESTORE, insert_job
+from memkv.store.catalog_store import now
+from memkv.store.database import Database
+from memkv.store.rows import JobRow, Problem
+from memkv.store.tables import Job
+
+
+def begin_restore(database: Database, tenant: str, snapshot_id: str, owner: str) -> JobRow:
+    """A running job that no worker claims. An opening that finds it ends it as failed."""
+    started = now()
+    with database.write() as transaction:
+        row = insert_job(
+            transaction, tenant, "", RESTORE, (), total=0, unit="", arguments={"snapshot": snapshot_id}
+        )
+        transaction.connection.execute(
+            update(Job)
+            .where(Job.id == row.id)
+            .values(
+                status="running",
+                attempts=1,
+                started_at=started,
+                lease_epoch=transaction.epoch,
+                lease_owner=owner,
+            )
+        )
+    return replace(row, status="running", attempts=1, started_at=started, owner=owner)
+
+
+def end_restore(database: Database, job: JobRow, error: Problem | None) -> None:
+    """Writes down what became of the job, whether or not this database knows of it."""
+    status = "succeeded" if error is None else "failed"
+    with database.write() as transaction:
+        connection = transaction.connection
+        connection.execute(delete(Job).where(Job.id == job.id))
+        connection.execute(
+            insert(Job).values(
+                id=job.id,
+                tenant=job.tenant,
+                collection_id="",
+                kind=RESTORE,
+                status=status,
+                sequence=transaction.generation,
+                stage=status,
+                done=0,
+                total=0,
+                unit="",
+                counts={},
+                error=error,
+                attempts=job.attempts,
+                cancel_requested=0,
+                created_at=job.created_at,
+                started_at=job.started_at,
+                finished_at=now(),
+                arguments=dict(job.arguments),
+            )
+        )
