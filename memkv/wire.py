@@ -285,6 +285,11 @@ class JobCounts(Reply, frozen=True, kw_only=True):
     bytes_after: int = 0
 
 
+class FailedItem(Reply, frozen=True, kw_only=True):
+    document_id: str
+    problem: Problem
+
+
 class Job(Reply, frozen=True, kw_only=True):
     id: str
     kind: str
@@ -299,6 +304,7 @@ class Job(Reply, frozen=True, kw_only=True):
     finished_at: str = ""
     owner: str = ""  # the process that runs it
     heartbeat_at: str = ""  # when that one was last heard of
+    failed: list[FailedItem] = []  # the first hundred of its documents that could not be made ready, in order
     verification: StoreVerification | None = None  # of a finished `verify`
     exported: Exported | None = None  # of a finished `export`
     imported: Imported | None = None  # of a finished `import`

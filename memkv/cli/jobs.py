@@ -100,6 +100,11 @@ def _show(job: Job, out: Output) -> None:
         pairs.append(("runs in", f"{job.owner}, last heard of {job.heartbeat_at}"))
     if job.verification is not None:
         pairs.append(("problems", f"{job.verification.found}, {job.verification.repaired} of them repaired"))
-    for problem in job.errors:
+    for item in job.failed:
+        pairs += [
+            ("failed", f"{item.document_id}: {item.problem.detail}"),
+            ("hint", item.problem.hint),
+        ]
+    for problem in job.errors[len(job.failed) :]:  # of the job as a whole
         pairs += [("error", problem.detail), ("hint", problem.hint)]
     out.fields(job, pairs)

@@ -21,6 +21,7 @@ from memkv.wire import (
     CollectionCounts,
     Document,
     Exported,
+    FailedItem,
     Imported,
     Job,
     JobCounts,
@@ -38,6 +39,8 @@ from memkv.wire import (
     StoreVerification,
     problem_for,
 )
+
+_MOST_FAILED = 100  # documents of a job, told one by one
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -122,6 +125,11 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         finished_at=_time(row.finished_at),
         owner=row.owner or "",
         heartbeat_at=_time(row.heartbeat_at),
+        failed=[
+            FailedItem(document_id=item.document_id, problem=problem_reply(item.error))
+            for item in items
+            if item.error
+        ][:_MOST_FAILED],
         verification=_result(row, "verification", StoreVerification),
         exported=_result(row, "exported", Exported),
         imported=_result(row, "imported", Imported),

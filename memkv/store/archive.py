@@ -12,11 +12,13 @@ Nothing is unpacked: members are read from the tar, and no name in it becomes a 
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import re
 import tarfile
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,19 +44,22 @@ _PIECE = 1 << 20
 
 
 class ArchiveWriter:
-    """Writes to `path`.part, which takes the name of `path` when it is whole and durable.
+    """Writes to a name beside `path`, which takes that of `path` when it is whole and durable.
 
-    Raises ConfigError where `path` exists or cannot be written, InsufficientStorageError on a full disk.
+    What a killed writer of the same `path` left there is removed. Raises ConfigError where `path` exists or
+    cannot be written, InsufficientStorageError on a full disk.
     """
 
     def __init__(self, path: Path) -> None:
         if path.exists():
             raise ConfigError(f"{path} exists", hint="choose another name, or remove it")
         self._path = path
-        self._part = path.with_name(f"{path.name}.part")
+        _remove_left_behind(path)
+        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
         self._digests: dict[str, str] = {}
         try:
             self._file = self._part.open("xb")
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # as long as this process lives
         except OSError as error:
             raise ConfigError(
                 f"{self._part} cannot be written: {error.strerror}", hint="choose another place"
@@ -100,6 +105,16 @@ class ArchiveWriter:
         os.fsync(self._file.fileno())
         os.link(self._part, self._path)
         sync_directory(self._path.parent)
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Drafts of `path` that nobody writes any more: their writers' locks ended with them."""
+    draft = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.part\Z")
+    with suppress(OSError):
+        for name in filter(draft.match, os.listdir(path.parent)):
+            with suppress(OSError), path.with_name(name).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.with_name(name).unlink()
 
 
 class ArchiveReader:

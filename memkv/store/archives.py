@@ -41,7 +41,7 @@ class Archives:
         return path
 
     def for_writing(self, name: str) -> Path:
-        """The same, with the folder made, and what a killed writer of that name left removed.
+        """The same, with the folder made.
 
         Raises:
             BadRequestError, ConflictError: as `vacant`.
@@ -52,7 +52,6 @@ class Archives:
             self._root.mkdir(mode=0o700, exist_ok=True)
             if not stat.S_ISDIR(self._root.lstat().st_mode):
                 raise ConfigError("archives/ of the data directory is a link", hint="make it a directory")
-            path.with_name(f"{name}.part").unlink(missing_ok=True)
         except OSError as error:
             raise storage_error(error) from error
         return path

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from memkv.cli.output import counted
+from memkv.cli.jobs import _show
+from memkv.cli.output import Output, counted
 from memkv.cli.progress import progress_text
 from memkv.cli.query import usage_line
-from memkv.wire import JobProgress, QueryResponse, ReuseReport, Timings, Usage
+from memkv.errors import ConflictError, EmptyDocument
+from memkv.wire import (
+    FailedItem,
+    Job,
+    JobCounts,
+    JobProgress,
+    QueryResponse,
+    ReuseReport,
+    Timings,
+    Usage,
+    problem_for,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +59,27 @@ def test_the_usage_line_counts_one_of_a_thing_as_one() -> None:
         "1 token in 1.0 s",
         "1 chunk healed",
     ]
+
+
+def test_a_job_names_the_documents_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [
+        problem_for(EmptyDocument("it holds no text")),
+        problem_for(ConflictError("it was cancelled")),
+    ]
+    job = Job(
+        id="job_1",
+        kind="ingest",
+        collection="c",
+        status="partial",
+        progress=JobProgress(),
+        counts=JobCounts(),
+        errors=problems,
+        failed=[FailedItem(document_id="doc_1", problem=problems[0])],
+        attempts=1,
+        created_at="",
+    )
+    _show(job, Output())
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["failed", "doc_1: it holds no text"] in told
+    assert ["error", "it was cancelled"] in told
+    assert ["error", "it holds no text"] not in told, "once is enough"

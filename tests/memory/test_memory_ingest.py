@@ -350,6 +350,7 @@ def test_one_poison_document_does_not_fail_its_neighbours(open_memory, monkeypat
     }
     failed = memory.get_document("c", "poison")
     assert failed.error is not None
+    assert [(item.document_id, item.problem) for item in accepted.job.failed] == [(failed.id, failed.error)]
     assert failed.error.code == ("unprocessable_document" if stage == "hang" else "internal_error")
     if stage == "hang":
         assert failed.error.detail == "the document cannot be cut: nothing comes of it in 6 s"

@@ -184,3 +184,41 @@ def test_too_much_of_anything_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(archive_module, "MAX_MEMBERS", 3)
     with pytest.raises(BadRequestError, match="more than 3 members"):
         ArchiveReader(tmp_path / "a.tar")
+
+
+class TestDrafts:
+    """Left by a kill, and removed by the next writer of the same archive alone."""
+
+    def draft(self, tmp_path: Path, name: str) -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"half of it")
+        return path
+
+    def test_what_a_killed_writer_left_is_removed(self, tmp_path: Path) -> None:
+        left = self.draft(tmp_path, "a.tar.0123abcd.part")
+        others = [
+            self.draft(tmp_path, name)
+            for name in ("b.tar.0123abcd.part", "a.tar.part", "a.tar.0123abcg.part", "xa.tar.0123abcd.part")
+        ]
+        path = write(tmp_path / "a.tar")
+        assert not left.exists()
+        assert sorted(tmp_path.iterdir()) == sorted([path, *others])
+
+    def test_what_is_being_written_is_left_alone(self, tmp_path: Path) -> None:
+        with ArchiveWriter(tmp_path / "a.tar") as first:
+            first.add("manifest.json", MANIFEST)
+            second = write(tmp_path / "a.tar")
+            with suppress(ConfigError):
+                ArchiveWriter(tmp_path / "a.tar")
+            first.add(DOCUMENTS, b"")
+            whole = second.read_bytes()
+            second.unlink()
+        assert (tmp_path / "a.tar").read_bytes() != whole, "the first one's own archive"
+        assert ArchiveReader(tmp_path / "a.tar").names("kv/") == []
+        assert list(tmp_path.glob("*.part")) == []
+
+    def test_a_draft_that_cannot_be_looked_at_stops_nobody(self, tmp_path: Path) -> None:
+        (tmp_path / "a.tar.0123abcd.part").mkdir()
+        assert write(tmp_path / "a.tar").exists()
+        with pytest.raises(ConfigError, match="cannot be written"):
+            ArchiveWriter(tmp_path / "nowhere" / "a.tar")

@@ -60,15 +60,6 @@ def test_what_is_a_name_is_a_file_of_the_folder(archives: Archives, tmp_path: Pa
         archives.existing(name)
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_one_alone(archives: Archives) -> None:
-    part = archives.for_writing("a.tar").with_name("a.tar.part")
-    part.write_bytes(b"half")
-    archives.vacant("a.tar")
-    assert part.exists(), "whoever only asks may ask while it is written"
-    archives.for_writing("a.tar")
-    assert not part.exists()
-
-
 def test_links_pipes_and_directories_are_not_there(archives: Archives, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of somebody else")
