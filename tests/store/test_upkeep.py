@@ -31,6 +31,7 @@ from memkv.errors import BadRequestError, ConflictError, NotFoundError
 from memkv.kv.fingerprint import input_key
 from memkv.memory.metrics import store_metrics
 from memkv.store import DEFAULT_TENANT, Store
+from memkv.store.archives import Archives
 from memkv.store.rows import CollectionRow, NewDocument, PageRequest
 from memkv.store.tables import KVFile
 from memkv.store.verification import Scrubbed, scrub
@@ -436,7 +437,7 @@ def test_every_number_is_a_metric_of_its_own(store: Store, collection: Collectio
     [hurt, _] = samples_of(store, "hurt\nsound")
     flip(path_of(store, hurt.item), 5000)
     assert load(store, hurt.item) is None
-    metrics = list(store_metrics(store, StoreConfig(), Scrubbed(files=3)))
+    metrics = list(store_metrics(store, Archives(store.data_dir), StoreConfig(), Scrubbed(files=3)))
     values = {metric.name: dict(metric.samples) for metric in metrics}
     assert len(values) == len(metrics)
     assert values["memkv_kv_files"] == {"": 1}
@@ -447,3 +448,20 @@ def test_every_number_is_a_metric_of_its_own(store: Store, collection: Collectio
     assert values["memkv_scrubbed_files"] == {"": 3}
     assert set(values["memkv_collection_kv_bytes"]) == {collection.name}
     assert all(metric.help and (metric.label or list(metric.samples) == [""]) for metric in metrics)
+
+
+def test_copies_are_metrics(plain_store: Store) -> None:
+    archives = Archives(plain_store.data_dir)
+
+    def values() -> list[float]:
+        found = {
+            metric.name: metric.samples
+            for metric in store_metrics(plain_store, archives, StoreConfig(), Scrubbed())
+        }
+        names = ("snapshots", "snapshot_bytes", "archives", "archive_bytes")
+        return [found[f"memkv_{name}"][""] for name in names]
+
+    assert values() == [0, 0, 0, 0]
+    made = plain_store.snapshots.create()
+    archives.for_writing("a.tar").write_bytes(b"12345")
+    assert values() == [1, made.database_bytes, 1, 5]
