@@ -31,6 +31,7 @@ _MODULES = (  # what children run, and what that takes long to import
     "figure_fingerprint",
     "figure_migrations",
     "memkv.api.serve",
+    "sqlalchemy.dialects.postgresql.psycopg",
 )
 
 
@@ -171,7 +172,7 @@ def main() -> None:
     sys.path[:0] = [str(place) for place in _TESTS]
     for name in _MODULES:
         importlib.import_module(name)
-    importlib.import_module("fault_model").text_tokenizer()
+    importlib.import_module("fault_server").warm_up()
     gc.collect()
     gc.freeze()  # a child that looks through all this for garbage copies every page of it: half its time
     requests, replies = sys.stdin, os.fdopen(os.dup(1), "w")

@@ -24,7 +24,7 @@ def random_kills(place: Place, *, kills: int = 1_000, clients: int = 8, check_ev
             with served.client() as client:
                 client.collections.get_or_create(NAME)
             load.start(clients, seed=kill)
-            time.sleep(chance.uniform(0.1, 1.5))
+            time.sleep(chance.uniform(0.1, 1.0))
             served.child.kill()
             load.stop()
             outcome.runs += 1
