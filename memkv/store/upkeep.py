@@ -147,8 +147,9 @@ class Upkeep:
             return Removed(len(files), size, before, before - size)
         gone = 0
         for file in files:
-            gone += _remove(self._quarantine / file.name)
+            # The reason first: one whose file is gone would be found, and removed, by nobody.
             _unlink(self._quarantine / f"{file.name}.json")
+            gone += _remove(self._quarantine / file.name)
         after = self.disk_bytes()
         return Removed(gone, before - after, before, after, len(files) - gone)
 

@@ -13,7 +13,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from fault_place import POSTGRESQL, SQLITE, Outcome, Place, Unavailable  # noqa:
 from figure_damage import damaged_blocks, damaged_indexes  # noqa: E402
 from figure_disk import full_disk, power_cuts  # noqa: E402
 from figure_fingerprint import matrix  # noqa: E402
-from figure_kills import kill_closed, kill_everywhere  # noqa: E402
+from figure_kills import kill_closed, kill_control, kill_everywhere  # noqa: E402
 from figure_migrations import migrations  # noqa: E402
 from figure_random import compound, random_kills  # noqa: E402
 from figure_serving import forgotten, healed, leaks, readiness, small_pool  # noqa: E402
@@ -42,19 +42,27 @@ _NOTICED = {True: "yes", False: "NO", None: ""}  # None: a piece whose control i
 class Figure:
     """Attributes:
     full: repetitions at --scale 1, by the argument's name; those that are floats are seconds.
+    control: its negative control alone, where that can be had.
     """
 
     run: Callable[..., Outcome]
     full: dict[str, int | float]
+    control: Callable[[Place], dict[str, bool]] | None = None
 
 
 FIGURES = {
     **{
-        f"G1 kill at every call: {piece}": Figure(functools.partial(kill_everywhere, pieces=(piece,)), {})
+        f"G1 kill at every call: {piece}": Figure(
+            functools.partial(kill_everywhere, pieces=(piece,)),
+            {},
+            functools.partial(kill_control, piece=piece),
+        )
         for piece in PIECES
     },
     **{
-        f"G1 of copies: {piece}": Figure(functools.partial(kill_closed, pieces=(piece,)), {})
+        f"G1 of copies: {piece}": Figure(
+            functools.partial(kill_closed, pieces=(piece,)), {}, functools.partial(kill_control, piece=piece)
+        )
         for piece in CLOSED
     },
     "G1 random kills": Figure(random_kills, {"kills": 500}),
@@ -161,9 +169,11 @@ def main() -> int:
     parser.add_argument("--database", choices=(SQLITE, POSTGRESQL), help="one of the two")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full repetitions")
     parser.add_argument("--again", action="store_true", help="figures that have a result, too")
+    parser.add_argument("--controls", action="store_true", help="only controls that kept results lack")
     asked = parser.parse_args()
     with ExitStack() as opened:
-        _run_all(asked, functools.cache(lambda name: opened.enter_context(Place(name, postgres))))
+        place_for = functools.cache(lambda name: opened.enter_context(Place(name, postgres)))
+        _run_controls(asked, place_for) if asked.controls else _run_all(asked, place_for)
     results = kept_results()
     print(table(results))
     return int(any(each.get("violations") or each.get("control_detected") is False for each in results))
@@ -171,18 +181,36 @@ def main() -> int:
 
 def _run_all(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> None:
     """The figures that are asked for; each result is kept at once."""
+    for name, database in _asked_for(asked):
+        if not asked.again and any(_is_of(each, name, database) for each in kept_results()):
+            continue
+        print(f"{name}, {database} ...", flush=True)
+        found = run_figure(name, place_for(database), asked.scale)
+        print(json.dumps(found), flush=True)
+        keep(found)
+
+
+def _run_controls(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> None:
+    """Of the kept results that are asked for and have none."""
+    for name, database in _asked_for(asked):
+        control = FIGURES[name].control
+        for kept in kept_results():
+            if not _is_of(kept, name, database) or kept.get("controls") != {} or control is None:
+                continue
+            print(f"{name}, {database}, control ...", flush=True)
+            detected = control(place_for(database))
+            print(json.dumps(detected), flush=True)
+            keep({**kept, "control_detected": all(detected.values()), "controls": detected})
+
+
+def _asked_for(asked: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Figure and database."""
     for name in FIGURES:
         if asked.figures and not any(name.startswith(wanted) for wanted in asked.figures):
             continue
         for database in (SQLITE, POSTGRESQL):
-            if asked.database not in (None, database):
-                continue
-            if not asked.again and any(_is_of(each, name, database) for each in kept_results()):
-                continue
-            print(f"{name}, {database} ...", flush=True)
-            found = run_figure(name, place_for(database), asked.scale)
-            print(json.dumps(found), flush=True)
-            keep(found)
+            if asked.database in (None, database):
+                yield name, database
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,22 @@ def check_backup(data_dir: Path) -> list[str]:
             found.append("backup: other documents than in the database")
     copy.unlink()
     return found
+
+
+def check_snapshot(snapshot: Path) -> list[str]:
+    """A snapshot that has its name is whole."""
+    if not (snapshot / "manifest.json").exists():
+        return [f"snapshot: {snapshot.name} has no manifest"]
+    said = json.loads((snapshot / "manifest.json").read_text())
+    found = {
+        "kv_files": len(list(snapshot.glob("blocks/*/*.kv"))),
+        "database_bytes": (snapshot / "database").stat().st_size,
+    }
+    return [
+        f"snapshot: {name} is {count}, not {said[name]}"
+        for name, count in found.items()
+        if count != said[name]
+    ]
 
 
 def _backup(data_dir: Path, url: str | None, _: Journal, __: dict[str, list[int]]) -> None:

@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_closed import CLOSED, check_backup, keep_as_killed, leave_as_killed, upgrade
+from fault_closed import (
+    CLOSED,
+    check_backup,
+    check_snapshot,
+    keep_as_killed,
+    leave_as_killed,
+    upgrade,
+)
 from fault_journal import Journal, State, possible_states
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
 from fault_process import kill_at
@@ -285,8 +292,17 @@ def check(
 
 
 def _left_behind(data_dir: str) -> list[str]:
+    """What nothing would ever use or remove."""
     leftover = os.listdir(Path(data_dir) / "tmp")
-    return [f"left in tmp: {leftover}"] if leftover else []
+    found = [f"left in tmp: {leftover}"] if leftover else []
+    found += [
+        f"left in quarantine: {reason.name}, which is of no file"
+        for reason in Path(data_dir, "quarantine").glob("*.json")
+        if not reason.with_suffix("").exists()
+    ]
+    for snapshot in Path(data_dir, "snapshots").glob("*"):
+        found += check_snapshot(snapshot)
+    return found
 
 
 def _check_open(memory: Memory, states: dict[str, set[State]], damaged: bool) -> list[str]:

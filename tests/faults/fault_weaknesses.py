@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from fault_kill_weaknesses import KILL_WEAKNESSES
 from sqlalchemy import event
 
 from memkv.engine import engine
@@ -230,6 +231,7 @@ def _restore_forgets_the_log() -> None:
 
 
 WEAKNESSES: dict[str, Callable[..., None]] = {
+    **KILL_WEAKNESSES,
     "rows_before_files": _rows_before_files,
     "no_recovery": _no_recovery,
     "files_before_rows_go": _files_before_rows_go,

@@ -10,10 +10,22 @@ from fault_life import DAMAGED, LIVED_ON, PIECES
 from fault_place import SQLITE, Outcome, Place, Stage, Unavailable
 from fault_process import SIGKILLED
 
-_CONTROLS = {  # protection off -> the piece that must notice
-    "rows_before_files": "ingest",
-    "files_before_rows_go": "evict",
-    "restore_forgets_the_log": "restore",
+_CONTROLS = {  # of each piece, the protection that is switched off
+    "ingest": "rows_before_files",
+    "delete": "deletes_in_two_steps",
+    "gc": "garbage_before_rows_go",
+    "compact": "compaction_empties_first",
+    "import": "rows_before_files",
+    "snapshot": "snapshot_in_place",
+    "evict": "files_before_rows_go",
+    "reprefill": "rows_before_files",
+    "heal": "quarantine_before_row",
+    "repair": "quarantine_before_row",
+    "purge": "reasons_go_last",
+    "start": "recovers_once",
+    "backup": "backup_in_place",
+    "restore": "restore_forgets_the_log",
+    "downgrade": "driver_transactions",
 }
 
 _KILLS_A_STORE = 60
@@ -26,11 +38,13 @@ def kill_everywhere(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = 
         killed = _kill_piece(place, piece, stride, outcome.violations)
         outcome.runs += killed
         outcome.notes[piece] = killed
-    for weakness, piece in _CONTROLS.items():
-        if piece not in pieces:
-            continue
-        outcome.control_detected[weakness] = _is_noticed(place, weakness, piece)
+        outcome.control_detected |= kill_control(place, piece)
     return outcome
+
+
+def kill_control(place: Place, piece: str) -> dict[str, bool]:
+    """Whether kills of this piece are noticed with its protection off."""
+    return {_CONTROLS[piece]: _is_noticed(place, _CONTROLS[piece], piece)}
 
 
 def kill_closed(place: Place, *, stride: int = 1, pieces: tuple[str, ...] = tuple(CLOSED)) -> Outcome:
@@ -54,43 +68,47 @@ def _kill_piece(place: Place, piece: str, stride: int, violations: list[str]) ->
     raise AssertionError("bug: counting ends")
 
 
-def _kill_on(stage: Stage, piece: str, calls: Iterable[int], violations: list[str]) -> int:
-    """Every kill meets what the last one left; returns how many there were until the piece ended."""
+def _kill_on(
+    stage: Stage, piece: str, calls: Iterable[int], violations: list[str], weakness: str = ""
+) -> int:
+    """Every kill meets what the last one left; returns how many there were until the piece ended.
+
+    With a protection off the first violation is enough.
+    """
     stage.prepare(piece, 0)
-    how = {"damaged": piece in DAMAGED, "downgraded": piece == "downgrade", "unharmed": piece != "start"}
+    how = _how(piece)
+    enough = 0 if weakness else 20
     killed = at = 0
     for at in calls:
         if piece in LIVED_ON:  # one process checks what the last kill left and meets the next one
-            checked = stage.check_and_live(piece, killed, at, **how)
+            checked = stage.check_and_live(piece, killed, at, weakness, **how)
             is_killed = checked.killed
             violations += [f"{piece}, before call {at}: {each}" for each in checked.found]
         else:
             status = stage.nursery.run(
-                "fault_life:live", **stage.arguments, piece=piece, round_=killed, at=at
+                "fault_life:live", weakness, **stage.arguments, piece=piece, round_=killed, at=at
             )  # fmt: skip
             is_killed = status == SIGKILLED
             if status not in (0, SIGKILLED):
                 violations.append(f"{piece}, call {at}: ended with {status}: {stage.nursery.last_words(400)}")
-            violations += [f"{piece}, call {at}: {each}" for each in stage.check(piece, killed + 1, **how)]
-        if not is_killed or len(violations) > 20:
+            found = stage.check(piece, killed + 1, weakness, **how)
+            violations += [f"{piece}, call {at}: {each}" for each in found]
+        if not is_killed or len(violations) > enough:
             break
         killed += 1
     if piece in LIVED_ON:
-        violations += [f"{piece}, call {at}: {each}" for each in stage.check(**how)]
+        violations += [f"{piece}, call {at}: {each}" for each in stage.check(weakness=weakness, **how)]
     return killed
+
+
+def _how(piece: str) -> dict[str, bool]:
+    """What the check is to expect after it."""
+    return {"damaged": piece in DAMAGED, "downgraded": piece == "downgrade", "unharmed": piece != "start"}
 
 
 def _is_noticed(place: Place, weakness: str, piece: str) -> bool:
     """Whether the check finds what a kill breaks with one protection off."""
+    violations: list[str] = []
     with place.store() as stage:
-        stage.prepare(piece, 0)
-        for at in range(1, 400, 1 if piece in CLOSED else 4):
-            status = stage.nursery.run(
-                "fault_life:live", weakness, **stage.arguments, piece=piece, round_=at, at=at
-            )
-            if stage.check(weakness=weakness):
-                return True
-            if status != SIGKILLED:
-                return False
-            stage.prepare(piece, at)
-    return False
+        _kill_on(stage, piece, range(1, 400, 1 if piece in CLOSED else 4), violations, weakness)
+    return bool(violations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -240,6 +241,31 @@ class TestQuarantine:
         assert (done.files, done.failed) == (1, 0)
         assert done.bytes >= size
         assert list((store.data_dir / "quarantine").iterdir()) == []
+
+    @pytest.mark.parametrize("last", [1, 2, 3, 4])
+    def test_a_purge_that_is_killed_leaves_no_reason_without_its_file(
+        self, plain_store: Store, monkeypatch: pytest.MonkeyPatch, last: int
+    ) -> None:
+        place = plain_store.data_dir / "quarantine"
+        for name in ("a", "a.json", "b", "b.json"):
+            (place / name).write_bytes(b"{}")
+        steps = itertools.count(1)
+        unlink = Path.unlink
+
+        def until_killed(self: Path, missing_ok: bool = False) -> None:
+            if next(steps) == last:
+                raise KeyboardInterrupt
+            unlink(self, missing_ok)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", until_killed)
+            with pytest.raises(KeyboardInterrupt):
+                plain_store.upkeep.purge_quarantine()
+        left = {path.name for path in place.iterdir()}
+        assert len(left) == 5 - last
+        assert all(name.removesuffix(".json") in left for name in left)
+        plain_store.upkeep.purge_quarantine()
+        assert list(place.iterdir()) == []
 
     def test_whatever_lies_there_stops_nothing(self, plain_store: Store) -> None:
         place = plain_store.data_dir / "quarantine"
