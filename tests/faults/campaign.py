@@ -1,8 +1,9 @@
 """The fault campaign, figure by figure: `python tests/faults/campaign.py [FIGURE ...]`, or `make faults`.
 
 Results are kept in results.json beside this file; a figure that has one is skipped unless --again says so.
---scale 0.1 makes a tenth of the repetitions; what was made is what the result says. Several campaigns, of
-different figures, may run at the same time.
+--scale 0.1 makes a tenth of the repetitions; what was made is what the result says. Ctrl-C ends random kills,
+power cuts and compound faults early and keeps what was made, too. Several campaigns, of different figures,
+may run at the same time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import fcntl
 import functools
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +85,9 @@ FIGURES = {
 }
 
 
+REPEATED = (random_kills, power_cuts, compound)  # one kind of fault, so that fewer of them are a result
+
+
 @functools.cache
 def postgres() -> PostgresServer:
     binaries = find_binaries()
@@ -109,6 +114,8 @@ def run_figure(name: str, place: Place, scale: float) -> dict[str, Any]:
     except (AssertionError, TimeoutError) as error:  # a server that does not start, a process that hangs
         found_out = f"{type(error).__name__}: {error}"
         outcome = Outcome(violations=[found_out], control_detected={"not come to": False})
+    if place.ending.is_set() and figure.run in REPEATED:
+        found["sizes"] = dict.fromkeys(figure.full, outcome.runs)
     return {
         **found,
         "runs": outcome.runs,
@@ -185,9 +192,23 @@ def _run_all(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> No
         if not asked.again and any(_is_of(each, name, database) for each in kept_results()):
             continue
         print(f"{name}, {database} ...", flush=True)
-        found = run_figure(name, place_for(database), asked.scale)
+        place = place_for(database)
+        _end_on_interrupt(place)
+        found = run_figure(name, place, asked.scale)
         print(json.dumps(found), flush=True)
         keep(found)
+        if place.ending.is_set():
+            return
+
+
+def _end_on_interrupt(place: Place) -> None:
+    """The first Ctrl-C ends the figure, the second one the campaign."""
+
+    def end(*_: object) -> None:
+        place.ending.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, end)
 
 
 def _run_controls(asked: argparse.Namespace, place_for: Callable[[str], Place]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +41,11 @@ class Outcome:
 
 
 class Place:
-    """A directory in memory, a nursery of processes, and one database server. A context manager."""
+    """A directory in memory, a nursery of processes, and one database server. A context manager.
+
+    Attributes:
+        ending: once it is set, a figure that repeats one kind of fault ends with the fault in hand.
+    """
 
     def __init__(
         self, database: str, postgres: Callable[[], PostgresServer], root: Path | None = None
@@ -48,6 +54,11 @@ class Place:
         self.root = Path(tempfile.mkdtemp(prefix="memkv-faults-", dir=root or "/dev/shm"))
         self.nursery = Nursery(self.root)
         self._postgres = postgres
+        self.ending = threading.Event()
+
+    def repetitions(self, count: int) -> Iterator[int]:
+        """0 .. count - 1, or fewer where the figure is to end."""
+        return itertools.takewhile(lambda _: not self.ending.is_set(), range(count))
 
     @contextmanager
     def store(self) -> Iterator[Stage]:

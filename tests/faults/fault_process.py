@@ -170,6 +170,7 @@ def _run_child(request: dict[str, Any]) -> int:
 
 def main() -> None:
     sys.path[:0] = [str(place) for place in _TESTS]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever runs the campaign
     for name in _MODULES:
         importlib.import_module(name)
     importlib.import_module("fault_server").warm_up()

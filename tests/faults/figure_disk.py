@@ -8,7 +8,7 @@ import os
 import random
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,12 +116,12 @@ def power_cuts(place: Place, *, cuts: int = 500) -> Outcome:
     in memory survives it. A PostgreSQL lies elsewhere and loses nothing: every row outlives its file."""
     outcome = Outcome()
     with place.store() as stage, _loop_device(stage.directory) as device:
-        outcome.violations = _cut(stage, device, "", cuts)
-        outcome.runs = cuts
+        outcome.runs, outcome.violations = _cut(stage, device, "", place.repetitions(cuts))
     sqlites_own = ("synchronous_normal", "synchronous_off") if place.database == SQLITE else ()
     for weakness in ("no_fsync", *sqlites_own):
         with place.store() as stage, _loop_device(stage.directory) as device:
-            outcome.control_detected[weakness] = bool(_cut(stage, device, weakness, min(cuts, 30)))
+            _, found = _cut(stage, device, weakness, range(min(cuts, 30)))
+            outcome.control_detected[weakness] = bool(found)
     return outcome
 
 
@@ -145,8 +145,12 @@ def _mount(image: Path, disk: Path) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _cut(stage: Stage, image: Path, weakness: str, cuts: int) -> list[str]:
-    """The same store throughout; the first broken promise with a protection off is enough."""
+def _cut(stage: Stage, image: Path, weakness: str, cuts: Iterable[int]) -> tuple[int, list[str]]:
+    """How many there were, and the violations.
+
+    The same store throughout; the first broken promise with a protection off is enough.
+    """
+    made = 0
     violations: list[str] = []
     disk = stage.directory / "disk"
     chance = random.Random(3)
@@ -154,7 +158,7 @@ def _cut(stage: Stage, image: Path, weakness: str, cuts: int) -> list[str]:
     result = stage.directory / "result"
     stage.nursery.run("fault_life:prepare", weakness, **arguments, piece="gc", round_=0)
     os.sync()
-    for cut in range(cuts):
+    for cut in cuts:
         piece = chance.choice(("ingest", "ingest", "ingest", "delete", "gc"))
         at = chance.randrange(1, calls(stage.url, piece))
         status = stage.nursery.run("fault_life:live", weakness, **arguments, piece=piece, round_=cut, at=at)
@@ -172,9 +176,10 @@ def _cut(stage: Stage, image: Path, weakness: str, cuts: int) -> list[str]:
         if status != 0 and not found:
             found = [f"the check ended with {status}: {stage.nursery.last_words(300)}"]
         violations += [f"cut {cut} ({piece}, call {at}): {each}" for each in found]
+        made += 1
         if violations and (weakness or len(violations) > 10):
             break
-    return violations
+    return made, violations
 
 
 def _power_off(disk: Path) -> None:

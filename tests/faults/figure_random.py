@@ -17,7 +17,7 @@ def random_kills(place: Place, *, kills: int = 1_000, clients: int = 8, check_ev
     slowest = 0.0
     chance = random.Random(11)
     with place.store() as stage:
-        for kill in range(kills):
+        for kill in place.repetitions(kills):
             served = serve(stage)
             slowest = max(slowest, served.seconds)
             load = Load(served, lambda number: stage.directory / f"journal{number}")
@@ -29,11 +29,13 @@ def random_kills(place: Place, *, kills: int = 1_000, clients: int = 8, check_ev
             load.stop()
             outcome.runs += 1
             outcome.violations += [f"kill {kill}: {each}" for each in load.violations]
-            if kill % check_every == check_every - 1 or kill == kills - 1:
+            if kill % check_every == check_every - 1:
                 _merge_journals(stage)
                 outcome.violations += [f"kill {kill}: {each}" for each in stage.check()]
             if len(outcome.violations) > 20:
                 break
+        _merge_journals(stage)
+        outcome.violations += [f"after the last kill: {each}" for each in stage.check()]
         for what, count in load.done.items():
             outcome.notes[f"last {what}"] = count
     outcome.notes["slowest start"] = round(slowest, 2)
@@ -71,7 +73,7 @@ def compound(place: Place, *, pairs: int = 300) -> Outcome:
     chance = random.Random(17)
     with place.store() as stage:
         stage.prepare("start", 0)
-        for pair in range(pairs):
+        for pair in place.repetitions(pairs):
             piece = chance.choice(("ingest", "delete", "gc", "evict", "reprefill", "heal"))
             first, second = (chance.randrange(1, calls(stage.url, each)) for each in (piece, "start"))
             for at, next_piece in ((first, piece), (second, "start")):
