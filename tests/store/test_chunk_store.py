@@ -31,7 +31,7 @@ from store_samples import (
 )
 
 from memkv.store import DEFAULT_TENANT, Store
-from memkv.store.chunk_store import PublishItem
+from memkv.store.chunk_store import LoadTimes, PublishItem
 from memkv.store.rows import NewDocument
 
 T = DEFAULT_TENANT
@@ -65,6 +65,22 @@ def test_the_first_writer_of_a_key_stays(plain_store: Store) -> None:
     assert plain_store.chunks.publish([second.item]) == 0
     assert is_exact(plain_store, first)
     assert damages(plain_store) == []
+
+
+def test_who_measures_is_told_of_each_load(plain_store: Store) -> None:
+    sound, hurt = samples_of(plain_store, "sound\nhurt")
+    plain_store.chunks.publish([sound.item, hurt.item])
+    flip(path_of(plain_store, hurt.item), 5000)
+    told: list[LoadTimes] = []
+    plain_store.chunks.on_load = told.append
+    assert is_exact(plain_store, sound)
+    assert len(told) == 1
+    assert load(plain_store, hurt.item) is None, "it is verified all the same"
+    assert len(told) == 2
+    assert all(times.began <= times.read <= times.verified for times in told)
+    plain_store.chunks.on_load = None
+    assert is_exact(plain_store, sound)
+    assert len(told) == 2
 
 
 def replace_by(make: Callable[[Path], object]) -> Callable[[Path, Path], object]:

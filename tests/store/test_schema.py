@@ -139,6 +139,8 @@ def test_what_is_stored_survives_every_step_down_and_up(empty_url: str | None, t
     older = schema._older_than(found.head)
     assert len(older) >= 3
     for revision in older:
+        assert downgrade_schema(database, revision, dry_run=True).current != revision
+        assert schema_revision(database).current != revision, "a dry run changed it"
         assert downgrade_schema(database, revision).current is not None
         assert schema_revision(database).current == revision
     with pytest.raises(BadRequestError):
