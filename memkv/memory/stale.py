@@ -37,6 +37,7 @@ def stale_collections(config: Config, collections: Sequence[CollectionRow]) -> d
 def _differences(
     config: Config, row: CollectionRow, identity: ModelIdentity, tokenizer: TextTokenizer, embedder: str
 ) -> list[str]:
+    first = config.model.device.split(",")[0].strip()  # all of a list compute alike
     prefix = template_of(tokenizer, row.system_prompt, row.primer).prefix_ids
     stored = Fingerprint.from_json(row.fingerprint_json)
     here = replace(
@@ -44,7 +45,7 @@ def _differences(
         weights_digest=identity.weights_digest,
         tokenizer_digest=identity.tokenizer_digest,
         kv_dtype=config.kv.dtype,
-        compute_dtype=choose_device(config)[1],
+        compute_dtype=choose_device(replace(config, model=replace(config.model, device=first)))[1],
         prefix_digest=token_digest((), prefix).hex(),
         position_policy=POSITION_POLICY,
         numerics=NUMERICS,

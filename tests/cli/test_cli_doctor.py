@@ -183,6 +183,8 @@ def test_what_doctor_calls_stale_the_memory_calls_stale(
 ) -> None:
     """It is told from files; here it is held against a loaded model."""
     flags = {"store.data_dir": "data", "model.model": models[1], "model.embedder": models[3]}
+    assert doctor()["fingerprint"]["state"] == "ok"
+    monkeypatch.setenv("MEMKV_DEVICE", "cpu, cpu")
     for kv_dtype, stale in (("bfloat16", []), ("float32", ["books"])):
         with Memory.open(load_config({**flags, "kv.dtype": kv_dtype})) as memory:
             assert memory.store_stats().stale == stale

@@ -1,15 +1,9 @@
 """Ingests documents into a `Memory` and kills itself at the N-th step that changes the disk or the database.
 
-Arguments: configuration as JSON, N (0: never). Every acknowledgement is one line on standard output.
+Run in a process of `fault_process`. Every acknowledgement is one line of a file.
 """
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from crash_worker import Killer
 
@@ -18,8 +12,8 @@ from memkv.memory import Memory
 from memkv.wire import CollectionCreate, DocumentCreate
 
 
-def main() -> None:
-    flags, kill_at, round_ = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def work(flags: dict[str, object], kill_at: int, round_: str, said: str) -> None:
+    """`kill_at`: N; 0: never. `said`: the file."""
     memory = Memory.open(load_config(flags, env={}))
     memory.create_collection(CollectionCreate(name="c", chunk_tokens=64), exist_ok=True)
     killer = Killer(kill_at)
@@ -28,14 +22,15 @@ def main() -> None:
         name = f"{round_}-{number}"
         text = "\n\n".join(f"Entry {i} of {name}: the gauge read {i * 37 % 100}." for i in range(8))
         accepted = memory.ingest("c", [DocumentCreate(text=text, external_id=name)])
-        print(f"accepted {name}", flush=True)
+        say(said, f"accepted {name}")
         assert accepted.job is not None
         if memory.wait_job(accepted.job.id, 60).status == "succeeded":
-            print(f"ready {name}", flush=True)
+            say(said, f"ready {name}")
     steps = killer.count
     memory.close()
-    print(f"steps {steps}", flush=True)
+    say(said, f"steps {steps}")
 
 
-if __name__ == "__main__":
-    main()
+def say(said: str, line: str) -> None:
+    with open(said, "a") as file:
+        file.write(f"{line}\n")

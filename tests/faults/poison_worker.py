@@ -1,14 +1,12 @@
 """A server's job thread whose process dies whenever a text with the word poison is cut.
 
-Argument: configuration as JSON. Says `done` and ends when no job is left.
+Run in a process of `fault_process`; it ends when no job is left.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from typing import Any
 
 from memkv.config import load_config
@@ -25,14 +23,10 @@ def cut(cutter: Cutter, text: str, *arguments: Any) -> Any:
     return _cut(cutter, text, *arguments)
 
 
-def main() -> None:
+def work(flags: dict[str, object]) -> None:
+    """`flags`: the configuration."""
     Cutter.cut = cut  # type: ignore[method-assign]
-    with Memory.open(load_config(json.loads(sys.argv[1]), env={})) as memory:
+    with Memory.open(load_config(flags, env={})) as memory:
         for status in ("queued", "running"):
             for job in memory.list_jobs(PageRequest(limit=100), status=status).data:
                 memory.wait_job(job.id, 60)
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

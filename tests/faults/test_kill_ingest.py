@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from fault_process import SIGKILLED, Nursery
 
 from memkv.config import load_config
 from memkv.memory import Memory
 from memkv.wire import DocumentCreate, Generation, PageRequest, QueryRequest
 
-WORKER = Path(__file__).with_name("ingest_worker.py")
 
-
-def run(flags: dict[str, object], kill_at: int, round_: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(flags), str(kill_at), round_],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return done.returncode, done.stdout.splitlines()
+def run(nursery: Nursery, flags: dict[str, object], kill_at: int, said: Path) -> tuple[int, list[str]]:
+    """The exit status, and what was acknowledged in this round, which is named by the file `said`."""
+    status = nursery.run("ingest_worker:work", flags=flags, kill_at=kill_at, round_=said.name, said=str(said))
+    return status, said.read_text().splitlines() if said.exists() else []
 
 
 def test_six_kills_lose_no_acknowledged_document(
@@ -37,17 +28,18 @@ def test_six_kills_lose_no_acknowledged_document(
         "engine.pool_bytes": "64M",
         "engine.threads": 1,
     }
-    status, said = run(flags, 0, "whole")
-    assert status == 0
-    steps = int(said[-1].removeprefix("steps "))
-    assert steps > 30, "an ingest of three documents changes more than this"
-    acknowledged = {line.split()[1] for line in said if line.startswith("accepted")}
-    for kill in range(6):
-        status, said = run(flags, 1 + kill * (steps - 1) // 6, f"kill{kill}")
-        assert status == -signal.SIGKILL
-        acknowledged |= {line.split()[1] for line in said if line.startswith("accepted")}
-        with Memory.open(load_config(flags, env={})) as memory:
-            check(memory, acknowledged, f"kill{kill}-0")
+    with Nursery(tmp_path / "processes") as nursery:
+        status, said = run(nursery, flags, 0, tmp_path / "whole")
+        assert status == 0, nursery.last_words()
+        steps = int(said[-1].removeprefix("steps "))
+        assert steps > 30, "an ingest of three documents changes more than this"
+        acknowledged = {line.split()[1] for line in said if line.startswith("accepted")}
+        for kill in range(6):
+            status, said = run(nursery, flags, 1 + kill * (steps - 1) // 6, tmp_path / f"kill{kill}")
+            assert status == SIGKILLED, nursery.last_words()
+            acknowledged |= {line.split()[1] for line in said if line.startswith("accepted")}
+            with Memory.open(load_config(flags, env={})) as memory:
+                check(memory, acknowledged, f"kill{kill}-0")
 
 
 def check(memory: Memory, acknowledged: set[str], retried: str) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fault_process import SIGKILLED, Nursery
 
 from memkv.config import load_config
 from memkv.memory import StoredMemory
 from memkv.store.catalog_jobs import MAX_ATTEMPTS
 from memkv.store.rows import DEFAULT_TENANT, NewDocument
 from memkv.wire import CollectionCreate, PageRequest
-
-WORKER = Path(__file__).with_name("poison_worker.py")
 
 
 @pytest.mark.timeout(900)
@@ -32,13 +27,11 @@ def test_neighbours_of_a_poison_document_are_made_ready(
         "engine.threads": 1,
     }
     accept(flags, ["before", "poison", "after"])
-    statuses = []
-    while len(statuses) <= MAX_ATTEMPTS:
-        done = subprocess.run([sys.executable, str(WORKER), json.dumps(flags)], timeout=240, check=False)
-        statuses.append(done.returncode)
-        if done.returncode == 0:
-            break
-    assert statuses == [-signal.SIGKILL] * MAX_ATTEMPTS + [0]
+    statuses: list[int] = []
+    with Nursery(tmp_path / "processes") as nursery:
+        while len(statuses) <= MAX_ATTEMPTS and 0 not in statuses:
+            statuses.append(nursery.run("poison_worker:work", flags=flags))
+    assert statuses == [SIGKILLED] * MAX_ATTEMPTS + [0]
     with StoredMemory.open_store(load_config(flags, env={})) as memory:
         found = {d.external_id: d for d in memory.list_documents("c", PageRequest()).data}
         assert {name: d.status for name, d in found.items()} == {
