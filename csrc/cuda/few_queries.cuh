@@ -32,6 +32,14 @@
 
 namespace memkv::cuda {
 
+// Whether a run's turn is asked for while the run before it is read. Before sm_90 groups of cp.async are
+// counted for the ring: there only the first is asked for early.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kTurnsAhead = false;
+#else
+inline constexpr bool kTurnsAhead = true;
+#endif
+
 inline constexpr int kMostFewWarps = 8;
 inline constexpr int kMostFewStages = 4;
 
@@ -45,7 +53,7 @@ struct FewQueries {
                                  : kTiles * kSteps > 8                               ? 4
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
-  static constexpr bool kCopiesTurn = kTiles * kSteps <= 16;  // the first, where registers allow
+  static constexpr bool kCopiesTurn = kTiles * kSteps <= 16;  // where registers allow
   static constexpr int kTurnedAtOnce = kTiles * kSteps > 16 || kSteps % 4 != 0 ? 1 : 2;  // steps
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocksAtOnce = 1;  // of 8 warps: shared memory has no room for more
@@ -55,19 +63,20 @@ struct FewQueries {
   static constexpr int kRowFloats = kHeadDim + 8;  // padded: 8 rows, no bank twice
   // [tile][step][term pair][lane]
   static constexpr int kQueryBytes = kTiles * kSteps * 32 * 8 * kTerms;
+  // Of a warp: its query, and behind it a turn and the number of the run whose turn it is.
+  static constexpr int kWarpBytes = kQueryBytes + kHeadDim * 4 + 16;
   static_assert(kHeadDim % 16 == 0);
   static_assert(kQueryBytes >= kRows * kHeadDim * 4, "partials take the place of the query");
 
   struct Layout {
-    int ring, query, rows, turns, states, starts, positions, barriers, flag, bytes;
+    int ring, query, rows, states, starts, positions, barriers, flag, bytes;
 
     __host__ __device__ Layout(int warps, int stages, int stage_tokens) {
       const int slab = stage_tokens * kHeadDim * 2;
       ring = 0;
       query = ring + warps * stages * 2 * slab;
-      rows = query + warps * kQueryBytes;
-      turns = rows + kRows * kRowFloats * 4;
-      states = turns + warps * kHeadDim * 4;
+      rows = query + warps * kWarpBytes;
+      states = rows + kRows * kRowFloats * 4;
       starts = states + warps * kRows * 16;
       positions = starts + warps * int(sizeof(RangeStart));
       barriers = positions + kRows * 4;
@@ -103,9 +112,11 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
   const int num_warps = blockDim.x / 32, num_stages = work.stages;
   const int num_slots = kMass ? 2 * num_stages : num_stages;  // of the ring: K only takes half
   const typename Loop::Layout at(num_warps, num_stages, stage_tokens);
-  uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kQueryBytes);
+  uint4* const query = reinterpret_cast<uint4*>(shared + at.query + warp * Loop::kWarpBytes);
   float* const rows = reinterpret_cast<float*>(shared + at.rows);
-  float* const first_turn = reinterpret_cast<float*>(shared + at.turns) + warp * kHeadDim;
+  float* const next_turn =
+      reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(query) + Loop::kQueryBytes);
+  int* const turn_here = reinterpret_cast<int*>(next_turn + kHeadDim);
   RowSums* const states = reinterpret_cast<RowSums*>(shared + at.states);
   int32_t* const positions = reinterpret_cast<int32_t*>(shared + at.positions);
   int* const flag = reinterpret_cast<int*>(shared + at.flag);
@@ -170,23 +181,29 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         my_position =
             __ldg(call.plan.query_position + place_of(work, tile, start.kv_head, row).token);
       }
+      const auto copy_turn = [&](int run) {
+        copy_async_wait<0>();  // another one, that was not used
+        __syncwarp();          // or is read
+        const int i = 2 * lane_again();
+        const float* const turn =
+            call.turns + int64_t{tile.first_segment + run} * call.rotary_dim + i;
+#pragma unroll
+        for (int base = 0; base < kHeadDim; base += 64) {
+          if (base + i < call.rotary_dim) {
+            copy_async_8(shared_address(next_turn + i) + base * 4, turn + base);
+          }
+        }
+        copy_async_commit();
+        // The run whose turn is here, or on its way; registers are short.
+        if (i == 0) *turn_here = run;
+      };
       const int my_begin = begin + (end - begin) * warp / num_warps;
       const int my_end = begin + (end - begin) * (warp + 1) / num_warps;
       StageCursor taken_from(work, tile.first_run, tile.num_runs, my_begin);
       BlockList list(call, work, tile.first_run, my_end, stage_tokens / block_size);
       if (my_begin < my_end) {
-        // The first turn is on its way too, to shared memory: later ones wait for global memory
-        // while other warps work.
-        if constexpr (Loop::kCopiesTurn) {
-          const float* turn =
-              turn_of(call, taken_from.segment(), tile.first_segment + taken_from.run);
-          if (turn != nullptr) {
-            for (int i = 2 * lane; i < call.rotary_dim; i += 64) {
-              copy_async_8(shared_address(first_turn + i), turn + i);
-            }
-          }
-          copy_async_commit();
-        }
+        // The first turn is on its way too, to shared memory.
+        if constexpr (Loop::kCopiesTurn) copy_turn(taken_from.run);
         list.of(my_begin, taken_from.run);
       }
       if (!waited) wait_for_predecessor();  // up to here only the plan was read
@@ -245,7 +262,15 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           segment = taken_from.segment();
           view = TileView(segment, tile.least_position, tile.most_position, call.window);
           const float* turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
-          if (Loop::kCopiesTurn && turn[0] != nullptr && stage == my_begin) turn[0] = first_turn;
+          if constexpr (Loop::kCopiesTurn) {
+            const bool is_here = taken_from.run == *turn_here;
+            if (turn[0] != nullptr && (kTurnsAhead || is_here)) {
+              if (!is_here) copy_turn(taken_from.run);
+              if (kTurnsAhead) copy_async_wait<0>();
+              __syncwarp();
+              turn[0] = next_turn;
+            }
+          }
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const float* row = rows + (t * 8 + g) * Loop::kRowFloats;
@@ -265,6 +290,9 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
                         b0[2], b1[2]};
                   }
                 });
+          }
+          if constexpr (Loop::kCopiesTurn && kTurnsAhead) {
+            if (taken_from.run + 1 < tile.num_runs) copy_turn(taken_from.run + 1);
           }
         }
         const int stage_begin = taken_from.stage_of_segment(stage) * stage_tokens;
@@ -439,6 +467,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         continue;
       }
 
+      if constexpr (kTurnsAhead) copy_async_wait<0>();  // partials will be there
+
       // 4. The warps' results, where their queries were. Banks: rows 2q are moved by 8q.
       constexpr int kMoved = kHeadDim % 32 == 0 ? 3 : 1;
       const auto place_in = [](int row, int d) {
@@ -479,7 +509,7 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
         for (int of = 0; of < num_warps; ++of) {
           const float weight = merging.add(states[of * Loop::kRows + row]);
           add_weighted(all,
-                       *reinterpret_cast<const float4*>(shared + at.query + of * Loop::kQueryBytes +
+                       *reinterpret_cast<const float4*>(shared + at.query + of * Loop::kWarpBytes +
                                                         place_in(row, d) * 4),
                        weight);
         }

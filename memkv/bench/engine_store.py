@@ -17,7 +17,7 @@ from memkv.store.chunk_store import LoadTimes, PublishItem
 from memkv.store.store import Store
 
 _FINGERPRINT = "0" * 64
-_READERS = 4  # threads, as many as the engine's loader has
+_READERS = 8  # threads, as many as the engine's loader has
 _WRITERS = 4
 
 

@@ -20,7 +20,7 @@ ReadOutcome = ChunkKV | Exception | None
 class Loader:
     """A few daemon threads over one queue: a read that never returns holds up no engine and no exit."""
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = 8) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"memkv-loader-{index}", daemon=True)
