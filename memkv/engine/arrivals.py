@@ -199,6 +199,9 @@ class Arrivals:
 
         def done(outcome: ReadOutcome) -> None:
             held = self._put(chunk.ref, outcome)
+            if held is None and isinstance(outcome, ChunkKV):
+                with suppress(MemoryError, RuntimeError):  # then the engine's thread tries, and says so
+                    outcome = self._kv_cache.staged(outcome)
             loaded = partial(self._loaded, chunk, reader, outcome, held)
             with suppress(EngineClosed):  # nobody waits for it any more
                 self._agenda.post(Work(loaded, partial(self._scheduler.waiters, chunk)))

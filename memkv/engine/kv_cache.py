@@ -108,8 +108,22 @@ class KVCache:
         if self._poison and len(blocks):
             self._typed[torch.as_tensor(blocks, device=self.device)] = torch.nan
 
+    def staged(self, kv: ChunkKV) -> ChunkKV:
+        """A chunk in memory that the device copies from by itself; on a CPU, as it is. From any thread.
+
+        That copy by the host takes as long as ten steps of an answer: it is not for the engine's thread.
+        """
+        if self.device.type == "cpu":
+            return kv
+        memory = torch.empty(len(kv.data), dtype=torch.uint8, pin_memory=True).numpy()
+        memory[:] = kv.rows().reshape(-1)
+        return ChunkKV(kv.layout, kv.num_tokens, memory.data)
+
     def import_chunk(self, kv: ChunkKV, blocks: Sequence[int]) -> Stopwatch:
-        """Copies a chunk into blocks, in order, whatever kind of buffer holds it; as `import_blocks`."""
+        """Copies a chunk into blocks, in order, whatever kind of buffer holds it; as `import_blocks`.
+
+        A GPU copies from what `staged` gave as from any source; another chunk is staged here.
+        """
         assert kv.layout == self.layout, "bug: a chunk of another layout"
         assert len(blocks) == kv.num_blocks, "bug: blocks and chunk disagree"
         rows = kv.rows()
@@ -118,9 +132,11 @@ class KVCache:
             self._storage.numpy()[list(blocks)] = rows
             watch.stop()
             return watch
-        staged = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)  # kept by torch until copied
-        staged.numpy()[:] = rows
-        return self.import_blocks(staged, range(len(blocks)), blocks)
+        source = torch.from_numpy(rows) if rows.flags.writeable else None
+        if source is None or not source.is_pinned():
+            source = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)  # kept by torch until copied
+            source.numpy()[:] = rows
+        return self.import_blocks(source, range(len(blocks)), blocks)
 
     def import_blocks(self, source: Tensor, source_ids: Sequence[int], blocks: Sequence[int]) -> Stopwatch:
         """Copies rows of host memory [n, bytes_per_block] into blocks.

@@ -70,6 +70,29 @@ def test_a_chunk_comes_out_as_it_went_in(kind: object) -> None:
     assert bytes(other.export_chunk([2, 0, 1], 48).data) == chunk.data
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+        ),
+    ],
+)
+def test_a_staged_chunk_comes_out_as_it_went_in(device: str) -> None:
+    layout = layout_of("bfloat16")
+    chunk = random_chunk(layout, 40)
+    cache = KVCache(layout, 9, device)
+    staged = cache.staged(chunk)
+    assert (staged is chunk) == (device == "cpu")
+    assert torch.from_numpy(staged.rows()).is_pinned() == (device == "cuda")
+    watch = cache.import_chunk(staged, [8, 1, 4])
+    watch.wait()
+    found = cache.export_chunk([8, 1, 4], 48)
+    assert bytes(found.data) == chunk.data
+
+
 def test_only_the_last_block_is_zeroed_and_only_in_the_copy() -> None:
     layout = layout_of()
     chunk = random_chunk(layout, 32)

@@ -44,6 +44,34 @@ def test_what_is_missing_is_prefilled_written_back_and_mapped(driver: Driver) ->
     driver.assert_idle()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_is_staged_for_the_device_by_who_read_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    a, b = driver.prompts.chunk(40, "a"), driver.prompts.chunk(21, "b")
+    driver.store(a, b)
+    staged: list[ChunkKV] = []
+
+    def stage(kv: ChunkKV) -> ChunkKV:
+        if fails:
+            raise MemoryError
+        staged.append(ChunkKV(kv.layout, kv.num_tokens, bytearray(kv.data)))
+        return staged[-1]
+
+    imported: list[ChunkKV] = []
+    copy = driver.lane.kv_cache.import_chunk
+    monkeypatch.setattr(driver.lane.kv_cache, "staged", stage)
+    monkeypatch.setattr(
+        driver.lane.kv_cache, "import_chunk", lambda kv, blocks: (imported.append(kv), copy(kv, blocks))[1]
+    )
+    sequence = driver.submit(a, b)
+    driver.finish(sequence)
+    assert len(imported) == 3  # with the prefix
+    assert (imported == staged) == (not fails)
+    assert sequence.generation.result(0).usage.healed_chunks == 0
+    driver.assert_idle()
+
+
 def test_healing_is_a_pass_of_its_own(driver: Driver) -> None:
     a = driver.prompts.chunk(40, "a")
     driver.submit(a, tail=7, max_tokens=1)
