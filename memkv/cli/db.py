@@ -164,7 +164,8 @@ def backup(copy: Path, dry_run: bool, target: Target, out: Output) -> None:
     with bar(out, "copying"), existing_database(target.config()) as database:
         size = database.size() if dry_run else back_up(database, copy)
     found = {"file": str(copy), "bytes": size, "dry_run": dry_run}
-    out.fields(found, [("would write" if dry_run else "backup", f"{copy} ({bytes_text(size)})")])
+    told = f"{copy}, of a database of {bytes_text(size)}" if dry_run else f"{copy} ({bytes_text(size)})"
+    out.fields(found, [("would write" if dry_run else "backup", told)])
 
 
 def _tell_revisions(
