@@ -74,11 +74,14 @@ def import_archive(
                 kv_taken += _take_kv(opened, archive, kv, refs)
                 known = vectors.take(batch)
                 parts.known_vectors.update(known)
-                accepted = memory.ingest(settings.name, [_created(document) for document in batch])
-                if accepted.job is not None:
-                    memory.wait_job(accepted.job.id, None, _telling(tell, settings.name, documents, total))
-                    vectors_taken += len(known) - len(parts.known_vectors)
-                parts.known_vectors.clear()
+                try:
+                    accepted = memory.ingest(settings.name, [_created(document) for document in batch])
+                    if accepted.job is not None:
+                        again = _telling(tell, settings.name, documents, total)
+                        memory.wait_job(accepted.job.id, None, again)
+                        vectors_taken += len(known) - len(parts.known_vectors)
+                finally:  # nobody else's document is to have them
+                    parts.known_vectors.clear()
                 documents += len(batch)
                 ids = [document.id for document in accepted.documents]
                 failed += sum(memory.get_document(settings.name, i).status != "ready" for i in ids)

@@ -132,6 +132,27 @@ def test_vectors_are_taken_and_not_computed_again(
     assert there.import_archive(tmp_path / "a.tar").vectors_taken == 0, "nothing is to be done"
 
 
+def test_an_import_that_is_ended_leaves_no_vectors_behind_and_goes_on(
+    open_memory: OpenMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are for the archive's own documents, and for nobody else's with the same text."""
+    memory = filled(open_memory())
+    memory.export(tmp_path / "a.tar")
+    there = other(open_memory, tmp_path)
+
+    def stop(*_: object) -> None:
+        assert there._parts.known_vectors
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(there, "ingest", stop)
+        with pytest.raises(InterruptedError):
+            there.import_archive(tmp_path / "a.tar")
+    assert there._parts.known_vectors == {}
+    again = there.import_archive(tmp_path / "a.tar")
+    assert (again.documents, again.failed) == (2, 0)
+
+
 @pytest.mark.parametrize("damage", ["other embedder", "not finite", "not unit", "of other texts"])
 def test_vectors_that_are_not_the_embedders_are_computed_here(
     open_memory: OpenMemory, tmp_path: Path, damage: str
