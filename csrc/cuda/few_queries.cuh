@@ -54,6 +54,7 @@ struct FewQueries {
                                  : kSteps % 4 == 0                                   ? 2
                                                                                      : 1;
   static constexpr bool kCopiesTurn = kTiles * kSteps <= 16;  // where registers allow
+  static constexpr bool kCopiesLate = kHeadDim != 64;  // one that was not asked for ahead, too
   static constexpr int kTurnedAtOnce = kTiles * kSteps > 16 || kSteps % 4 != 0 ? 1 : 2;  // steps
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocksAtOnce = 1;  // of 8 warps: shared memory has no room for more
@@ -264,7 +265,8 @@ __global__ void __launch_bounds__(kMostFewWarps * 32,
           const float* turn[] = {turn_of(call, segment, tile.first_segment + taken_from.run)};
           if constexpr (Loop::kCopiesTurn) {
             const bool is_here = taken_from.run == *turn_here;
-            if (turn[0] != nullptr && (kTurnsAhead || is_here)) {
+            const bool comes = kTurnsAhead && Loop::kCopiesLate;
+            if (turn[0] != nullptr && (comes || is_here)) {
               if (!is_here) copy_turn(taken_from.run);
               if (kTurnsAhead) copy_async_wait<0>();
               __syncwarp();
