@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 from store_samples import (
@@ -63,6 +64,9 @@ def test_threads_that_publish_load_damage_and_heal_one_key(plain_store: Store) -
                     replacement.rename(path)
             except FileNotFoundError:
                 continue
+        stop.wait(0.01)
+    deadline = time.monotonic() + 30
+    while not loaded[0] and not wrong and time.monotonic() < deadline:  # a slow machine heals slowly
         stop.wait(0.01)
     stop.set()
     for thread in threads:
