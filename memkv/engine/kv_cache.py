@@ -111,7 +111,7 @@ class KVCache:
     def staged(self, kv: ChunkKV) -> ChunkKV:
         """A chunk in memory that the device copies from by itself; on a CPU, as it is. From any thread.
 
-        That copy by the host takes as long as ten steps of an answer: it is not for the engine's thread.
+        The host copies all of it: not for the engine's thread, which would make no step meanwhile.
         """
         if self.device.type == "cpu":
             return kv

@@ -41,7 +41,7 @@ OnProgress = Callable[[Job], None]
 
 _FINISHED = frozenset({"succeeded", "partial", "failed", "cancelled"})
 _LONG_WAIT = 20.0  # of one request
-_MOST_FAILURES = 20  # one after the other, of requests to a server that restores
+_MOST_FAILURES = 20  # of requests to a server that restores
 _SHORT_WAIT = 0.25  # where somebody looks at the progress
 
 
@@ -217,10 +217,10 @@ def restore_snapshot(
     """
     work: SnapshotWork = yield store_requests.start_restore(snapshot_id)
     assert work.job is not None, "bug: a restoration without a job"
-    seconds = _seconds(wait)
+    deadline = time.monotonic() + _seconds(wait)
     failures = 0
-    while seconds:
-        timeout = None if seconds == math.inf else seconds
+    while (left := deadline - time.monotonic()) > 0:
+        timeout = None if left == math.inf else left
         try:
             job = yield from wait_for_job(work.job, timeout=timeout, on_progress=on_progress)
         except (ServiceUnavailableError, APIConnectionError):  # it drains, or is closed

@@ -1,4 +1,4 @@
-"""BlockTable: segments mapped, replaced and grown in any order, against a plain dict of positions."""
+"""BlockTable: segments mapped and grown in any order, against a plain dict of positions."""
 
 from __future__ import annotations
 

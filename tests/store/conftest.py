@@ -107,3 +107,12 @@ def plain_store(tmp_path: Path) -> Iterator[Store]:
     """On SQLite: what is tested does not depend on the database."""
     with Store.open(tmp_path / "data", busy_seconds=5) as store:
         yield store
+
+
+@pytest.fixture
+def client_programs(database_url: str | None) -> None:
+    """Skips where a PostgreSQL server cannot be copied."""
+    if database_url is not None and not (
+        shutil.which("pg_dump") or list(Path("/usr/lib/postgresql").glob("*/bin/pg_dump"))
+    ):
+        pytest.skip("pg_dump is not installed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,7 @@ from memkv.store.rows import PageRequest
 T = DEFAULT_TENANT
 
 
-@pytest.fixture(autouse=True)
-def client_programs(database_url: str | None) -> None:
-    if database_url is not None and not (
-        shutil.which("pg_dump") or list(Path("/usr/lib/postgresql").glob("*/bin/pg_dump"))
-    ):
-        pytest.skip("pg_dump is not installed")
+pytestmark = pytest.mark.usefixtures("client_programs")
 
 
 def test_the_database_that_is_there_then_knows_the_job(

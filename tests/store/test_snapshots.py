@@ -17,12 +17,7 @@ from memkv.store.snapshots import restore_snapshot
 T = DEFAULT_TENANT
 
 
-@pytest.fixture(autouse=True)
-def client_programs(database_url: str | None) -> None:
-    if database_url is not None and not (
-        shutil.which("pg_dump") or list(Path("/usr/lib/postgresql").glob("*/bin/pg_dump"))
-    ):
-        pytest.skip("pg_dump is not installed")
+pytestmark = pytest.mark.usefixtures("client_programs")
 
 
 def test_a_store_comes_back_as_it_was(

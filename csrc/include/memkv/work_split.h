@@ -37,7 +37,7 @@ struct WorkShape {
   int32_t workers;                // at a time, with a processor each
   int32_t max_ranges;             // however they are cut
   int32_t flat_ranges;            // of a flat cut
-  int32_t whole_ranges;           // of a whole one, a multiple of workers; 0: the cut is flat
+  int32_t whole_ranges;           // of a whole one; 0: the cut is flat
   int32_t least_range;            // stages that a worker's warps read at once: no range is shorter
   int32_t fixed_range;  // stages of every range, each within one unit; 0: as balance wants it
   int32_t lead;         // what a unit costs beside its stages, in stages; 0 where ranges are fixed
