@@ -189,10 +189,10 @@ class DeviceThread:
             self._agenda.wait(max(0.0, deadline - time.monotonic()))
 
     def _prepare(self) -> None:
+        for work in self._agenda.take_posted():  # no more: others that post on and on would hold up every step
+            self._do(work)
         settled = False
         while not settled:  # what follows may let somebody run
-            while (work := self._agenda.next_posted()) is not None:
-                self._do(work)
             now = time.monotonic()
             for lane in self.lanes.values():
                 lane.settle(now)

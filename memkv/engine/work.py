@@ -43,9 +43,12 @@ class Agenda:
         """Does something right behind the current work, before anything posted."""
         self._follow_ups.append(work)
 
-    def next_posted(self) -> Work | None:
+    def take_posted(self) -> list[Work]:
+        """All that was posted so far, in order; what is posted from now on waits for the next call."""
         with self._changed:
-            return self._posted.popleft() if self._posted else None
+            posted = list(self._posted)
+            self._posted.clear()
+            return posted
 
     def next_follow_up(self) -> Work | None:
         return self._follow_ups.popleft() if self._follow_ups else None

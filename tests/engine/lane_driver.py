@@ -149,10 +149,8 @@ class Driver:
     def settle(self) -> None:
         settled = False
         while not settled:  # no oftener than the engine's thread: once, but for what follows
-            work = self.agenda.next_posted()
-            while work is not None:
+            for work in self.agenda.take_posted():
                 self.do(work)
-                work = self.agenda.next_posted()
             self.lane.settle(self.now)
             settled = not self.follow_up() and not self.agenda._posted  # reads that came back at once
         self.lane.check_integrity()

@@ -563,6 +563,24 @@ def test_work_of_others_is_done_in_the_engines_thread(make_engine: MakeEngine, r
         engine.run(lambda: 4)
 
 
+def test_work_that_is_posted_on_and_on_holds_up_no_step(engine: Engine, prompts: RandomPrompts) -> None:
+    """As chunks that keep coming in from a disk do."""
+    over = threading.Event()
+
+    def again() -> None:
+        if not over.is_set():
+            engine._thread.post(again)
+
+    again()
+    try:
+        request = request_of(prompts)
+        generation = engine.generate(request, MemorySource())
+        generation.result(30)
+        check(request, generation)
+    finally:
+        over.set()
+
+
 def test_work_that_a_closing_engine_leaves_undone_ends_with_an_error(make_engine: MakeEngine) -> None:
     engine = make_engine()
     entered, go_on = threading.Event(), threading.Event()
