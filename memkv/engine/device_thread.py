@@ -189,7 +189,7 @@ class DeviceThread:
             self._agenda.wait(max(0.0, deadline - time.monotonic()))
 
     def _prepare(self) -> None:
-        for work in self._agenda.take_posted():  # no more: others that post on and on would hold up every step
+        for work in self._agenda.take_posted():  # no more: others may post on and on
             self._do(work)
         settled = False
         while not settled:  # what follows may let somebody run

@@ -66,7 +66,7 @@ class ArchiveWriter:
             ) from error
         self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
 
-    def add(self, name: str, data: bytes | bytearray) -> None:
+    def add(self, name: str, data: bytes | memoryview) -> None:
         """A member with these bytes."""
         self.add_file(name, io.BytesIO(data), len(data))
 

@@ -116,7 +116,7 @@ def read_block_file(
 
 
 def decode_block_file(
-    data: bytes | bytearray, identity: BlockFileIdentity, expected_digest: str
+    data: bytes | bytearray | memoryview, identity: BlockFileIdentity, expected_digest: str
 ) -> ChunkKV | Damage:
     """The same for the bytes of a file."""
     if len(data) != identity.file_bytes:

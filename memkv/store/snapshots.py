@@ -223,7 +223,7 @@ def _read(path: Path) -> Snapshot | None:
     if isinstance(data, Damage):
         return None
     try:
-        found = Snapshot(**json.loads(data))
+        found = Snapshot(**json.loads(bytes(data)))
     except (ValueError, TypeError):
         return None
     return found if found.id == path.name else None
@@ -232,5 +232,5 @@ def _read(path: Path) -> Snapshot | None:
 def _store_id(data_dir: Path) -> str | None:
     data = read_file(data_dir / "STORE", limit=4096)
     with suppress(ValueError, TypeError, KeyError):
-        return None if isinstance(data, Damage) else str(json.loads(data)["store_id"])
+        return None if isinstance(data, Damage) else str(json.loads(bytes(data))["store_id"])
     return None

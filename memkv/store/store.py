@@ -398,7 +398,7 @@ def _read_store_file(path: Path) -> str | None:
     if isinstance(data, Damage):
         return None
     try:
-        content = json.loads(data)
+        content = json.loads(bytes(data))
         version, store_id = content["format_version"], uuid.UUID(hex=content["store_id"]).hex
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -182,7 +182,7 @@ def test_vllm_57912_a_read_that_hangs_fails_its_question_alone(
         hung = path_of(memory, rows_of(memory, "hung")[0]).stat().st_ino
         plain, go_on = durable_files._read_into, threading.Event()
 
-        def slowly(fd: int, buffer: bytearray) -> int:
+        def slowly(fd: int, buffer: memoryview) -> int:
             if os.fstat(fd).st_ino == hung:
                 go_on.wait(30)
             return plain(fd, buffer)
@@ -238,7 +238,7 @@ def test_mooncake_850_a_reader_keeps_the_bytes_that_it_opened(
     drop_resident(memory)
     plain, reading, go_on = durable_files._read_into, threading.Event(), threading.Event()
 
-    def slowly(fd: int, buffer: bytearray) -> int:
+    def slowly(fd: int, buffer: memoryview) -> int:
         reading.set()
         go_on.wait(10)
         return plain(fd, buffer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,27 @@ def test_files_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # sparse
     assert isinstance(read_file(big, size=100), Damage)
     assert isinstance(read_file(big, limit=1 << 20), Damage)
+
+
+def test_a_file_is_read_into_memory_that_nobody_filled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filling it would take as long as reading, and hold the interpreter: no other thread would run."""
+    path = tmp_path / "large"
+    path.write_bytes(b"x" * (32 << 20))
+    readv, before = os.readv, 0.0
+
+    def counted(fd: int, views: Sequence[memoryview]) -> int:
+        nonlocal before
+        before = before or time.thread_time() - started
+        return readv(fd, views)
+
+    monkeypatch.setattr(os, "readv", counted)
+    started = time.thread_time()
+    found = read_file(path)
+    took = time.thread_time() - started
+    assert before < 0.2 * took
+    assert found == path.read_bytes()
 
 
 @pytest.mark.parametrize(
