@@ -148,7 +148,7 @@ def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, targe
     """target[target_ids] = source[source_ids], whole blocks; None for ids that count up from 0.
 
     Gathers blocks of a pool into a staging buffer, scatters them back, or moves them inside a pool where the
-    two sets of ids have no block in common.
+    two sets of ids have no block in common. Without ids, as many blocks as both have.
 
     Args:
         source, target: [num_blocks, bytes_per_block] uint8, contiguous; on a GPU, source may be pinned host
@@ -177,7 +177,9 @@ def copy_blocks(source: Tensor, source_ids: Tensor | None, target: Tensor, targe
                 f"ids are {ids.dtype} {list(ids.shape)} on {ids.device}, not int64 [count]"
             )
     if target.device.type == "cuda" and cuda.built() and (source.is_cuda or source.is_pinned()):
-        cuda.copy_blocks(source[: counts[0]], source_ids, target, target_ids)
+        cuda.copy_blocks(
+            source if source_ids is not None else source[: whole[0]], source_ids, target, target_ids
+        )
         return
     rows = source[: whole[0]] if source_ids is None else source[source_ids.to(source.device)]
     if target_ids is None:

@@ -29,6 +29,10 @@ def test_blocks_are_gathered_scattered_and_moved() -> None:
     ops.copy_blocks(pool, ids, pool, places)
     assert torch.equal(pool[places], pool[ids])
     ops.copy_blocks(pool, torch.tensor([], dtype=torch.int64), other, torch.tensor([], dtype=torch.int64))
+    room = torch.zeros(9, 64, dtype=torch.uint8)
+    ops.copy_blocks(pool, None, room[:4], None)  # as many as both have
+    assert torch.equal(room[:4], pool[:4])
+    assert not room[4:].any()
 
 
 @pytest.mark.parametrize(

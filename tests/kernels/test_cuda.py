@@ -378,6 +378,10 @@ def test_blocks_are_copied_whole() -> None:
     pinned = source.cpu().pin_memory()
     ops.copy_blocks(pinned, None, target[:9], None)
     assert torch.equal(target[:9], source)
+    room = torch.zeros(9, 4096 * 3, dtype=torch.uint8, device="cuda")
+    ops.copy_blocks(source, None, room[:4], None)  # as many as both have, and no more
+    assert torch.equal(room[:4], source[:4])
+    assert not room[4:].any()
 
 
 def test_block_ids_whose_offset_passes_2_to_the_31() -> None:
