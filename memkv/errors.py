@@ -16,6 +16,7 @@
     │   ├── DocumentNotFound
     │   ├── ChunkNotFound
     │   ├── JobNotFound
+    │   ├── AccessKeyNotFound
     │   └── ModelNotFound
     ├── ConflictError              409
     │   ├── CollectionExists
@@ -147,6 +148,11 @@ class ChunkNotFound(NotFoundError):
 class JobNotFound(NotFoundError):
     code = "job_not_found"
     remedy = "memkv jobs list shows those that exist"
+
+
+class AccessKeyNotFound(NotFoundError):
+    code = "key_not_found"
+    remedy = "memkv keys list shows those that exist"
 
 
 class ModelNotFound(NotFoundError):

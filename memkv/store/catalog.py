@@ -4,6 +4,7 @@
     catalog_collections                                 catalog_chunks       commit, list, vectors
     catalog_files        which key has KV               catalog_search       a search's rows
     catalog_gates        what reuse costs a model       catalog_filters      a filter as SQL
+    catalog_keys         who may ask a server for what
     catalog_upkeep       which files are needed, read, used
     catalog_starved      documents whose KV found no room
 
@@ -18,6 +19,7 @@ from memkv.store.catalog_collections import CollectionStatements
 from memkv.store.catalog_documents import DocumentStatements
 from memkv.store.catalog_files import FileStatements
 from memkv.store.catalog_gates import GateStatements
+from memkv.store.catalog_keys import KeyStatements
 from memkv.store.catalog_search import SearchStatements
 from memkv.store.catalog_starved import StarvedStatements
 from memkv.store.catalog_store import StoreStatements
@@ -32,6 +34,7 @@ class Catalog(
     SearchStatements,
     FileStatements,
     GateStatements,
+    KeyStatements,
     UpkeepStatements,
     StarvedStatements,
 ):

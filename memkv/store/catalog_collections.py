@@ -130,9 +130,14 @@ class CollectionStatements(Statements):
             raise CollectionNotFound("the collection does not exist any more")
         return CollectionRow(*row)
 
-    def list_collections(self, tenant: str, page: PageRequest) -> Page[CollectionRow]:
+    def list_collections(
+        self, tenant: str, page: PageRequest, *, within: frozenset[str] | None = None
+    ) -> Page[CollectionRow]:
+        """`within`: only those of these names."""
+        statement = select(*_COLUMNS).where(Collection.tenant == tenant)
+        if within is not None:
+            statement = statement.where(Collection.name.in_(within))
         with self._database.read() as connection:
-            statement = select(*_COLUMNS).where(Collection.tenant == tenant)
             return read_page(connection, statement, page, order_by=Collection.id, make=CollectionRow)
 
     def update_collection(

@@ -19,7 +19,7 @@ _SECRET_BYTES = 32
 
 
 def now() -> datetime:
-    """For people to read; nothing is ordered or expired by it."""
+    """For people to read; nothing but access keys goes by it."""
     return datetime.now(UTC)
 
 

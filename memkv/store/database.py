@@ -65,6 +65,11 @@ class Database:
         return self.dialect == "sqlite"
 
     @property
+    def allows_other_writers(self) -> bool:
+        """Whether another process may write while this one has it open."""
+        return not self.is_sqlite or sqlite_driver.sqlite_version_info >= _SQLITE_SAFE_WITH_TWO
+
+    @property
     def epoch(self) -> int:
         assert self._epoch is not None, "bug: the store is not open"
         return self._epoch
@@ -102,7 +107,7 @@ class Database:
 
     @contextmanager
     def unfenced_write(self) -> Iterator[Connection]:
-        """For opening and migrating, when no epoch is known yet."""
+        """For opening and migrating, when no epoch is known yet, and for access keys, which need none."""
         with self._writing(), self._begin(write=True) as connection:
             yield connection
 

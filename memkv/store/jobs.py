@@ -40,7 +40,7 @@ from memkv.store.heartbeat import Heartbeat
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
 from memkv.store.rows import JobItem, JobRow, JobStatus, Page, PageRequest, Problem
-from memkv.store.tables import Document, Job, JobDocument, Moment
+from memkv.store.tables import Collection, Document, Job, JobDocument, Moment
 
 _FLUSH_SECONDS = 1.0
 _HEARTBEAT_SECONDS = 5.0
@@ -102,9 +102,7 @@ class Jobs:
                 select(*JOB_COLUMNS).where(Job.tenant == tenant, Job.id == job_id)
             ).first()
         if row is None:
-            raise JobNotFound(
-                f"job {job_id[:128]!r} does not exist", hint="memkv jobs list shows those that do"
-            )
+            raise job_not_found(job_id)
         return self._with_progress(job_row(*row))
 
     def list(
@@ -115,7 +113,9 @@ class Jobs:
         status: JobStatus | None = None,
         kind: str | None = None,
         collection_id: str | None = None,
+        within: frozenset[str] | None = None,
     ) -> Page[JobRow]:
+        """`within`: only jobs of the tenant's collections of these names."""
         statement = select(*JOB_COLUMNS).where(Job.tenant == tenant)
         if status is not None:
             statement = statement.where(Job.status == status)
@@ -123,6 +123,9 @@ class Jobs:
             statement = statement.where(Job.kind == checked_text("the job's kind", kind, max_chars=64))
         if collection_id is not None:
             statement = statement.where(Job.collection_id == collection_id)
+        if within is not None:
+            named = select(Collection.id).where(Collection.tenant == tenant, Collection.name.in_(within))
+            statement = statement.where(Job.collection_id.in_(named))
         with self._database.read() as connection:
             page_read = read_page(connection, statement, page, order_by=Job.id, make=job_row)
         return replace(page_read, rows=tuple(self._with_progress(row) for row in page_read.rows))
@@ -372,3 +375,7 @@ class Jobs:
             if live is None or job.is_finished:
                 return job
             return replace(job, stage=live.stage, done=live.done, total=live.total, unit=live.unit)
+
+
+def job_not_found(job_id: str) -> JobNotFound:
+    return JobNotFound(f"job {job_id[:128]!r} does not exist", hint="memkv jobs list shows those that do")

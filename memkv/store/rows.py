@@ -49,6 +49,28 @@ class Page(Generic[Row]):
 
 
 @dataclass(frozen=True, slots=True)
+class NewAccessKey:
+    name: str  # for people
+    scope: Literal["read", "write", "admin"]
+    collections: tuple[str, ...] | None  # names; None: every collection
+    expires_at: datetime | None  # None: never
+
+
+@dataclass(frozen=True, slots=True)
+class AccessKeyRow:
+    """Without its secret, of which only a digest is stored."""
+
+    id: str
+    name: str
+    prefix: str  # of the secret, for people
+    scope: Literal["read", "write", "admin"]
+    collections: tuple[str, ...] | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class GateRow:
     """What a policy cost on tasks of one kind.
 

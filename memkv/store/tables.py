@@ -7,6 +7,7 @@
     jobs 1 ── n job_items                    history: they outlive what they speak of
     kv_uses                                  how often a key was mapped for a question
     gates                                    what reuse costs, as it was measured
+    keys                                     who may ask a server for what
 
 `chunks.input_key` and `collections.prefix_key` refer to `kv_files.input_key` without a constraint: KV may be
 missing at any time, it is made again from the tokens.
@@ -309,3 +310,19 @@ class Gate(Base):
     dnll_high: Mapped[float] = mapped_column(Double)
     accuracy_full: Mapped[float] = mapped_column(Double)
     measured_at: Mapped[datetime] = mapped_column(Moment)
+
+
+class AccessKey(Base):
+    """No row is ever removed: whether there is one decides whether a server wants keys."""
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(PlainText, primary_key=True)
+    name: Mapped[str] = mapped_column(PlainText)
+    prefix: Mapped[str] = mapped_column(PlainText)
+    digest: Mapped[str] = mapped_column(PlainText, unique=True)  # SHA-256 of the secret, 64 hex digits
+    scope: Mapped[str] = mapped_column(PlainText)  # read | write | admin
+    collections: Mapped[list[str] | None] = mapped_column(JSONText)  # names; None: every collection
+    created_at: Mapped[datetime] = mapped_column(Moment)
+    expires_at: Mapped[datetime | None] = mapped_column(Moment)
+    revoked_at: Mapped[datetime | None] = mapped_column(Moment)

@@ -22,7 +22,7 @@ from memkv.store.tables import Tenant
 
 def migrations(place: Place, *, stride: int = 1) -> Outcome:
     outcome = Outcome()
-    for start in ("", "0001", "0002", "0003", "0004"):
+    for start in ("", "0001", "0002", "0003", "0004", "0005"):
         killed, found = _kill_all(place, start, stride, "")
         outcome.runs += killed
         outcome.violations += found

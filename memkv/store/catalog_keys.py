@@ -1,0 +1,127 @@
+"""Statements about access keys.
+
+Each write is one transaction that no epoch fences: keys have nothing to do with what else is stored, and are
+made and revoked beside a server that has the store open, too. A row is never removed: a store that once had a
+key wants one for good, also when none is valid any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from sqlalchemy import Connection, insert, or_, select, update
+
+from memkv.errors import AccessKeyNotFound, ConflictError
+from memkv.store.catalog_store import now
+from memkv.store.ids import new_id
+from memkv.store.paging import read_page
+from memkv.store.plain_values import checked_text
+from memkv.store.rows import AccessKeyRow, NewAccessKey, Page, PageRequest
+from memkv.store.statements import Statements
+from memkv.store.tables import AccessKey
+
+_COLUMNS = [getattr(AccessKey, field.name) for field in fields(AccessKeyRow)]
+
+
+class KeyStatements(Statements):
+    def create_key(self, new: NewAccessKey, prefix: str, digest: str) -> AccessKeyRow:
+        """Raises ConflictError for a key that is not an admin's where no valid key is."""
+        row = AccessKeyRow(
+            id=new_id("key"), prefix=prefix, created_at=now(), revoked_at=None, **_values_of(new)
+        )
+        with self._database.unfenced_write() as connection:
+            if new.scope != "admin" and not _valid_admins(connection):
+                raise ConflictError(
+                    "there is no valid key of scope admin, and this one would shut out whoever has none",
+                    hint="make that first: memkv keys create --scope admin",
+                )
+            connection.execute(insert(AccessKey).values(digest=digest, **asdict(row)))
+        return row
+
+    def list_keys(self, page: PageRequest) -> Page[AccessKeyRow]:
+        with self._database.read() as connection:
+            return read_page(connection, select(*_COLUMNS), page, order_by=AccessKey.id, make=_row)
+
+    def get_key(self, key_id: str) -> AccessKeyRow:
+        """Raises AccessKeyNotFound."""
+        checked_text("the key's id", key_id, max_chars=256)
+        with self._database.read() as connection:
+            return _get(connection, key_id)
+
+    def key_of(self, digest: str) -> AccessKeyRow | None:
+        """The key whose secret has this digest, valid or not."""
+        with self._database.read() as connection:
+            row = connection.execute(select(*_COLUMNS).where(AccessKey.digest == digest)).first()
+        return None if row is None else _row(*row)
+
+    def has_keys(self) -> bool:
+        """Whether there ever was one."""
+        with self._database.read() as connection:
+            return connection.execute(select(AccessKey.id).limit(1)).first() is not None
+
+    def admin_keys(self) -> list[AccessKeyRow]:
+        """The valid ones of scope admin."""
+        with self._database.read() as connection:
+            return _valid_admins(connection)
+
+    def change_key(self, key_id: str, new: NewAccessKey, *, force: bool = False) -> AccessKeyRow:
+        """Gives a key other settings.
+
+        Raises:
+            AccessKeyNotFound.
+            ConflictError: the key is revoked; or it is the last valid one of scope admin and would be it no
+                more, unless `force`.
+        """
+        return self._write(key_id, _values_of(new), ends_admin=new.scope != "admin" and not force)
+
+    def renew_secret(self, key_id: str, prefix: str, digest: str) -> AccessKeyRow:
+        """Raises AccessKeyNotFound, ConflictError for a revoked key."""
+        return self._write(key_id, {"prefix": prefix, "digest": digest}, ends_admin=False)
+
+    def revoke_key(self, key_id: str, *, force: bool = False) -> AccessKeyRow:
+        """Raises what `change_key` does."""
+        return self._write(key_id, {"revoked_at": now()}, ends_admin=not force)
+
+    def _write(self, key_id: str, values: dict[str, Any], *, ends_admin: bool) -> AccessKeyRow:
+        """`ends_admin`: unless another key is an admin's, this one may not cease to be."""
+        with self._database.unfenced_write() as connection:
+            row = _get(connection, key_id)
+            if row.revoked_at is not None:
+                raise ConflictError(f"key {key_id} is revoked", hint="make a new one: memkv keys create")
+            if ends_admin and [key.id for key in _valid_admins(connection)] == [key_id]:
+                raise ConflictError(
+                    "it is the last valid key of scope admin",
+                    hint="make another one first, or say force: then only memkv keys create, on the data "
+                    "directory itself, makes one again",
+                )
+            connection.execute(update(AccessKey).where(AccessKey.id == key_id).values(**values))
+            return _get(connection, key_id)
+
+
+def _values_of(new: NewAccessKey) -> dict[str, Any]:
+    """Its columns, as both databases can hold them. Raises BadRequestError."""
+    checked_text("the key's name", new.name, max_chars=128)
+    return {field.name: getattr(new, field.name) for field in fields(new)}
+
+
+def _valid_admins(connection: Connection) -> list[AccessKeyRow]:
+    rows = connection.execute(
+        select(*_COLUMNS)
+        .where(AccessKey.scope == "admin", AccessKey.revoked_at.is_(None))
+        .where(or_(AccessKey.expires_at.is_(None), AccessKey.expires_at > now()))
+        .order_by(AccessKey.id)
+    )
+    return [_row(*row) for row in rows]
+
+
+def _get(connection: Connection, key_id: str) -> AccessKeyRow:
+    row = connection.execute(select(*_COLUMNS).where(AccessKey.id == key_id)).first()
+    if row is None:
+        raise AccessKeyNotFound(f"key {key_id[:128]!r} does not exist")
+    return _row(*row)
+
+
+def _row(*values: Any) -> AccessKeyRow:
+    row = AccessKeyRow(*values)
+    return row if row.collections is None else replace(row, collections=tuple(row.collections))
