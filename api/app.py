@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from litestar import Litestar
 from litestar.di import Provide
+from memkv.api.access import Guard, provide_access
 from memkv.api.body import StrictRequest
 from memkv.api.controllers import CONTROLLERS
 from memkv.api.docs import DocsController
@@ -38,7 +39,11 @@ def create_app(memory: Memory, config: Config, *, drain: Drain | None = None) ->
 
     app = Litestar(
         route_handlers=[*CONTROLLERS, DocsController],
-        dependencies={"calls": Provide(provide_calls, sync_to_thread=False)},
+        guards=[Guard(calls, config.server)],
+        dependencies={
+            "access": Provide(provide_access, sync_to_thread=False),
+            "calls": Provide(provide_calls, sync_to_thread=False),
+        },
         exception_handlers=exception_handlers(),
         lifespan=[lambda _: calls.lifespan()],
         openapi_config=None,  # see `memkv.api.docs`

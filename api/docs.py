@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from litestar import Controller, Litestar, Response, get
@@ -12,11 +13,13 @@ from litestar.di import Provide
 from litestar.exceptions import NotFoundException
 from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath
+from litestar.routes import HTTPRoute
+from memkv.api.access import OPEN, needs_of
 from memkv.api.controllers import CONTROLLERS
 from memkv.api.operations import SCHEMA_REF
 
 from memkv import __version__, wire
-from memkv.wire import Collection, Document, Job, Page, QueryEvent, StoreFile
+from memkv.wire import AccessKey, Collection, Document, Job, Page, QueryEvent, StoreFile
 
 _STATIC = Path(__file__).parent / "static"
 _ASSETS = {
@@ -30,10 +33,17 @@ _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:",
     "X-Content-Type-Options": "nosniff",
 }
-_PAGES = (Page[Collection], Page[Document], Page[Job], Page[StoreFile])
+_PAGES = (Page[Collection], Page[Document], Page[Job], Page[StoreFile], Page[AccessKey])
+_ASKED_FOR = "An access key, asked for from the first one on that was made"
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": _ASKED_FOR},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": _ASKED_FOR},
+}
 
 
 class DocsController(Controller):
+    opt = OPEN
+
     @get("/openapi.json")
     async def openapi(self) -> Response[bytes]:
         document = await asyncio.to_thread(openapi_document, CONTROLLERS)
@@ -65,11 +75,15 @@ def openapi_document(controllers: tuple[type[Controller], ...]) -> bytes:
         description="A memory for language models: documents are read once, questions map what was read.",
         create_examples=False,
     )
-    calls = Provide(lambda: None, sync_to_thread=False)  # named by the signatures, never used
+    unused = {name: Provide(lambda: None, sync_to_thread=False) for name in ("access", "calls")}
     described = Litestar(
-        route_handlers=controllers, dependencies={"calls": calls}, openapi_config=config, logging_config=None
+        route_handlers=controllers,
+        dependencies=unused,  # the signatures name them
+        openapi_config=config,
+        logging_config=None,
     )
     document = described.openapi_schema.to_schema()
+    _tell_needs(described, document)
     kinds = [
         kind for kind in vars(wire).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     ]
@@ -77,9 +91,24 @@ def openapi_document(controllers: tuple[type[Controller], ...]) -> bytes:
     (*_, event), schemas = msgspec.json.schema_components(
         (*plain, *_PAGES, QueryEvent), ref_template=SCHEMA_REF
     )
-    document["components"] = {"schemas": {**schemas, "QueryEvent": event}}
+    document["components"] = {
+        "schemas": {**schemas, "QueryEvent": event},
+        "securitySchemes": _SECURITY_SCHEMES,
+    }
     # The framework puts the module into the name of a generic's component, msgspec does not.
     return msgspec.json.encode(document).replace(b"/Page_memkv.wire.", b"/Page_")
+
+
+def _tell_needs(described: Litestar, document: dict[str, Any]) -> None:
+    """Writes the scope that each route asks of a key into its operation."""
+    for route in described.routes:
+        if isinstance(route, HTTPRoute):
+            for handler in route.route_handlers:
+                scope = needs_of(handler).scope
+                for method in handler.http_methods:
+                    operation = document["paths"].get(route.path_format, {}).get(method.lower())
+                    if operation is not None and scope is not None:
+                        operation["security"] = [{name: [scope]} for name in _SECURITY_SCHEMES]
 
 
 @cache

@@ -1,7 +1,7 @@
 """The outermost layer of the server: what is decided about a request before anything reads its body.
 
-Request id and access log; then whether the server drains, who asks, the body's encoding and its announced
-length. The body itself is counted as the application reads it.
+Request id and access log; then whether the server drains, the body's encoding and its announced length. The
+body itself is counted as the application reads it. Who asks is for `memkv.api.access` to say.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ from memkv.errors import (
     EngineClosed,
     MemKVError,
     PayloadTooLargeError,
-    PermissionDeniedError,
     UnsupportedMediaTypeError,
 )
-from memkv.loopback import is_loopback
 
 PROBES = frozenset({"/healthz", "/readyz"})
 BODY_SECONDS = 120.0  # for the whole body: a client that drips it does not hold a request open for ever
 DISCARD_SECONDS = 30.0  # for the rest of a body that is refused
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_PORT = re.compile(r":\d*$")
 _log = structlog.get_logger("memkv.api.access")
 
 
@@ -53,9 +50,7 @@ class Edge:
         app: the application.
         drain: counts the requests and refuses new ones once the server is about to stop.
         config: a body longer than its `max_body_bytes` is 413 before it is read, or as soon as that much of
-            it has come. Unless `insecure`, the server is addressed as this machine and by nothing else: a
-            web page that the user happens to visit reaches it neither under a name of its own that resolves
-            to 127.0.0.1, nor by sending forms across sites.
+            it has come.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain, config: ServerConfig) -> None:
@@ -101,11 +96,6 @@ class Edge:
     def _refusal(self, exchange: _Exchange) -> MemKVError | None:
         if self._drain.draining:
             return EngineClosed("the server is about to stop", hint="try another server, or again later")
-        if not self._config.insecure and self._is_foreign(exchange):
-            return PermissionDeniedError(
-                "this server answers this machine only",
-                hint="ask for it as 127.0.0.1 or localhost; behind a proxy, set server.insecure",
-            )
         encoding = exchange.header(b"content-encoding")
         if encoding and encoding.lower() != "identity":
             return UnsupportedMediaTypeError(
@@ -116,12 +106,6 @@ class Edge:
         if length.isascii() and length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
             return too_large(self._config.max_body_bytes)
         return None
-
-    def _is_foreign(self, exchange: _Exchange) -> bool:
-        if exchange.header(b"sec-fetch-site") in ("cross-site", "same-site"):
-            return exchange.scope["method"] not in ("GET", "HEAD", "OPTIONS")
-        host = _PORT.sub("", exchange.header(b"host"))
-        return host not in ("", self._config.host) and not is_loopback(host)
 
 
 def too_large(max_body_bytes: int) -> PayloadTooLargeError:
@@ -231,6 +215,7 @@ class _Exchange:
             ms=round((time.perf_counter() - self.started) * 1000, 1),
             bytes=self.sent_bytes,
             client=client[0] if client else "",
+            **({"key": key} if (key := self.scope["state"].get("key")) else {}),
             **({} if self.complete else {"cut": True}),
         )
 

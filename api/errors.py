@@ -24,6 +24,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ExceptionHandlersMap
 
 from memkv.errors import (
+    AuthenticationError,
     DatabaseUnavailable,
     EngineClosed,
     InternalServerError,
@@ -49,7 +50,8 @@ _RETRY_AFTER: Mapping[type[MemKVError], int] = {
 
 _DESCRIPTIONS = {
     400: "The request is malformed or breaks a rule",
-    403: "The request does not come from this machine",
+    401: "No access key was sent, or none that is valid",
+    403: "The access key does not allow it; while there are no keys: the request comes from elsewhere",
     404: "There is no such thing",
     409: "It exists already, or does not fit what the store holds",
     413: "The body, or the prompt, is too large",
@@ -89,7 +91,7 @@ def problems(*statuses: int) -> dict[int, ResponseSpec]:
             description=_DESCRIPTIONS[status],
             generate_examples=False,
         )
-        for status in sorted({*statuses, 400, 403, 500, 503})
+        for status in sorted({*statuses, 400, 401, 403, 500, 503})
     }
 
 
@@ -123,11 +125,13 @@ def problem_of(error: BaseException, *, instance: str = "", request_id: str = ""
 
 
 def problem_headers(error: BaseException) -> dict[str, str]:
-    """Headers that belong to a problem: when to try again, which methods there are."""
+    """Headers that belong to a problem: when to try again, how to say who asks, which methods there are."""
     headers = {}
     after = next((_RETRY_AFTER[cls] for cls in type(error).__mro__ if cls in _RETRY_AFTER), None)
     if after is not None:
         headers["Retry-After"] = str(after)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers.update({name.title(): value for name, value in error.headers.items()})
     return headers

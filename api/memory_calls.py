@@ -38,6 +38,7 @@ class MemoryCalls:
         self.drain = drain
         self._config = config
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="memkv-api")
+        self._look_ups = ThreadPoolExecutor(2, thread_name_prefix="memkv-api-key")
         self._probes = ThreadPoolExecutor(1, thread_name_prefix="memkv-api-probe")
         self._cancels = ThreadPoolExecutor(4, thread_name_prefix="memkv-api-cancel")
         self._slots = asyncio.Semaphore(config.threads)
@@ -56,6 +57,12 @@ class MemoryCalls:
         """`call(memory)` in the thread that is kept for probes: it answers however busy the server is."""
         return await asyncio.wrap_future(self._probes.submit(call, self.memory))
 
+    async def look_up(self, call: Callable[[Memory], T]) -> T:
+        """`call(memory)`, a short one, in threads that are kept for it: who may ask nothing takes no thread
+        from those who may.
+        """
+        return await asyncio.wrap_future(self._look_ups.submit(call, self.memory))
+
     async def start_generation(self, work: Callable[[], None]) -> None:
         """Starts `work` in a worker thread and returns; raises `Overloaded` if none becomes free in time."""
         await self._start(work, self._generation_slots)
@@ -67,6 +74,7 @@ class MemoryCalls:
     def close(self) -> None:
         """Lets no further call start. Running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._look_ups.shutdown(wait=False, cancel_futures=True)
         self._probes.shutdown(wait=False, cancel_futures=True)
         self._cancels.shutdown(wait=False)
 

@@ -18,6 +18,8 @@ _ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$(?!\n)"
 _CURSOR_PATTERN = r"^[A-Za-z0-9_-]{0,128}$(?!\n)"
 
 CollectionName = Annotated[str, PathParameter(pattern=_NAME_PATTERN, description="Name of the collection")]
+KeyId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the key")]
+Force = Annotated[bool, QueryParameter(description="Although no valid key of scope admin would be left")]
 JobId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the job")]
 # Of type `path`, since an external id may hold slashes; read through `document_key`, which undoes escapes.
 DocumentPath = Annotated[

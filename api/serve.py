@@ -37,13 +37,17 @@ _BACKLOG = 1024
 _log = structlog.get_logger("memkv.api")
 
 
-def listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig, *, wants_keys: Callable[[], bool] = lambda: False) -> socket.socket:
     """A listening socket; call it before the model is loaded, so that a taken port shows at once.
 
+    Args:
+        wants_keys: whether whoever asks will be asked for a key.
+
     Raises:
-        ConfigError: the address is not loopback and `insecure` is not set, does not exist, or is taken.
+        ConfigError: the address does not exist or is taken; or it is not loopback, no key will be asked for,
+            and `insecure` is not set.
     """
-    family, address = _resolve(config)
+    family, address = _resolve(config, wants_keys)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -180,6 +184,8 @@ def _tell_store(memory: Memory) -> None:
     _log.info("store", data_dir=stats.data_dir, generation=stats.generation, **stats.database)
     for warning in stats.warnings:
         _log.warning("store_is_less_durable", detail=warning)
+    if memory.keys.lack_admin():
+        _log.warning("no_admin_key", hint="memkv keys create --scope admin, on the data directory")
     if stats.stale:
         _log.warning("stale_collections", names=stats.stale, hint="memkv store reprefill NAME")
 
@@ -195,7 +201,7 @@ def _url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _resolve(config: ServerConfig) -> tuple[socket.AddressFamily, str]:
+def _resolve(config: ServerConfig, wants_keys: Callable[[], bool]) -> tuple[socket.AddressFamily, str]:
     host = config.host.strip("[]")
     if not host:
         raise ConfigError("server.host is empty", hint="127.0.0.1 for this machine only")
@@ -207,10 +213,12 @@ def _resolve(config: ServerConfig) -> tuple[socket.AddressFamily, str]:
             hint="127.0.0.1 for this machine only",
         ) from error
     addresses = [str(entry[4][0]) for entry in found]
-    if not config.insecure and not all(is_loopback(address) for address in addresses):
+    loopback = all(is_loopback(address) for address in addresses)
+    if not loopback and not config.insecure and not wants_keys():
         raise ConfigError(
             f"server.host = {config.host} would let other machines in, and nothing checks who asks",
-            hint="listen on 127.0.0.1, or say --insecure (server.insecure) where the network is trusted",
+            hint="make a key first: memkv keys create --scope admin; or listen on 127.0.0.1; or, where the "
+            "network is trusted, say --insecure (server.insecure)",
         )
     return found[0][0], addresses[0]
 

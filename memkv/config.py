@@ -25,7 +25,7 @@ from memkv.errors import ConfigError
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
-    insecure: bool = False  # allows an address other than loopback although nothing checks who asks
+    insecure: bool = False  # allows an address other than loopback although there is no key
     max_body_bytes: int = 10_000_000
     drain_seconds: float = 30.0  # how long SIGTERM waits for running requests
     threads: int = 16  # requests that may wait for the store or the engine at the same time

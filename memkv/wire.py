@@ -32,6 +32,10 @@ DocumentStatus = Literal["pending", "ready", "failed"]
 JobStatus = Literal["queued", "running", "succeeded", "partial", "failed", "cancelled"]
 Prefill = Annotated[str, Meta(pattern=admission.PATTERN)]
 Reuse = Literal["auto", "off", "strict"]
+Scope = Literal["read", "write", "admin"]  # of a key; each allows what those before it do
+KeyLabel = Annotated[str, Meta(max_length=128)]
+CollectionNames = Annotated[list[Name], Meta(min_length=1, max_length=100)]
+ExpirySeconds = Annotated[int, Meta(ge=0, le=10**10)]
 
 
 class Request(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -714,3 +718,48 @@ class ArchiveWork(Reply, frozen=True, kw_only=True):
     job: Job | None = None
     exported: Exported | None = None
     imported: Imported | None = None
+
+
+# Access keys
+
+
+class AccessKeyCreate(Request, frozen=True, kw_only=True):
+    name: KeyLabel = ""  # for people
+    scope: Scope = "read"
+    collections: CollectionNames | None = None  # that it is for; None: every collection
+    expires_in: ExpirySeconds = 0  # seconds from now; 0: never
+
+
+class AccessKeyPatch(Request, frozen=True, kw_only=True):
+    """What of a key can be changed; None leaves it as it is."""
+
+    name: KeyLabel | None = None
+    scope: Scope | None = None
+    collections: CollectionNames | None = None
+    expires_in: ExpirySeconds | None = None
+    force: bool = False  # although no valid key of scope admin would be left
+
+
+class AccessKey(Reply, frozen=True, kw_only=True):
+    """Who holds its secret may ask for what its scope allows: `admin` everything, `write` also what `read`
+    does."""
+
+    id: str
+    name: str
+    prefix: str  # the secret begins with it
+    scope: Scope
+    collections: list[str] | None  # that it is for; None: every collection
+    status: Literal["valid", "expired", "revoked"]
+    created_at: str
+    expires_at: str = ""
+    revoked_at: str = ""
+    notes: list[str] = []  # what whoever changed it should know
+
+
+class NewAccessKey(AccessKey, frozen=True, kw_only=True):
+    """The only reply that holds a secret. Its `repr` does not."""
+
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"NewAccessKey(id={self.id!r}, prefix={self.prefix!r}, scope={self.scope!r})"

@@ -61,10 +61,19 @@ from memkv.wire import (
 _NOW = "2025-01-01T00:00:00Z"
 
 
+class NoKeys:
+    """Those of a store that has none. Nothing waits for the gate: it is not the memory that hangs."""
+
+    def key_of(self, secret: str) -> None: ...
+    def lack_admin(self) -> bool:
+        return False
+
+
 @dataclass
 class FakeMemory:
     """Attributes:
     faults: method name -> error to raise.
+    keys: those of a server that asks for them, or none.
     gate: cleared, every call waits for it (a hanging store); set, nothing waits.
     token_seconds: between two tokens of an answer.
     tokens: of an answer.
@@ -79,6 +88,7 @@ class FakeMemory:
     is_ready: bool = True
     running: int = 0
     calls: list[str] = field(default_factory=list)
+    keys: Any = field(default_factory=NoKeys)
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -161,9 +171,13 @@ class FakeMemory:
             self._documents[wanted.name] = {}
             return created
 
-    def list_collections(self, page: PageRequest, *, tenant: str = "default") -> Page[Collection]:
+    def list_collections(
+        self, page: PageRequest, *, within: frozenset[str] | None = None, tenant: str = "default"
+    ) -> Page[Collection]:
         self._enter("list_collections")
-        return _page(list(self._collections.values()), page)
+        return _page(
+            [each for each in self._collections.values() if within is None or each.name in within], page
+        )
 
     def get_collection(self, name: str, *, tenant: str = "default") -> Collection:
         self._enter("get_collection")
@@ -273,17 +287,26 @@ class FakeMemory:
         raise DocumentNotFound(f"there is no document {key} in {collection}")
 
     def list_jobs(
-        self, page: PageRequest, *, status: str = "", collection: str = "", tenant: str = "default"
+        self,
+        page: PageRequest,
+        *,
+        status: str = "",
+        collection: str = "",
+        within: frozenset[str] | None = None,
+        tenant: str = "default",
     ) -> Page[Job]:
         self._enter("list_jobs")
         jobs = [self.get_job(key) for key in self._jobs]
+        jobs = [job for job in jobs if within is None or job.collection in within]
         return _page(
             [job for job in jobs if status in ("", job.status) and collection in ("", job.collection)], page
         )
 
-    def get_job(self, job_id: str, *, tenant: str = "default") -> Job:
+    def get_job(self, job_id: str, *, within: frozenset[str] | None = None, tenant: str = "default") -> Job:
         self._enter("get_job")
-        if job_id not in self._jobs:
+        if job_id not in self._jobs or (
+            within is not None and self._jobs[job_id][0].collection not in within
+        ):
             raise JobNotFound(f"there is no job {job_id}")
         job, done_at = self._jobs[job_id]
         if time.monotonic() < done_at:

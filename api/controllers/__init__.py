@@ -3,6 +3,7 @@
 from memkv.api.controllers.collections import CollectionsController
 from memkv.api.controllers.documents import DocumentsController
 from memkv.api.controllers.jobs import JobsController
+from memkv.api.controllers.keys import KeysController
 from memkv.api.controllers.probes import ProbesController
 from memkv.api.controllers.queries import QueriesController
 from memkv.api.controllers.service import ServiceController
@@ -16,6 +17,7 @@ CONTROLLERS = (
     JobsController,
     QueriesController,
     StoreController,
+    KeysController,
 )
 
 __all__ = ["CONTROLLERS"]

@@ -9,6 +9,7 @@ import msgspec
 from litestar import Controller, Request, Response, delete, get, post, put
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
+from memkv.api.access import requires
 from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
 from memkv.api.operations import IngestOperation
@@ -63,6 +64,7 @@ class DocumentsController(Controller):
         status_code=200,
         summary="Ingest a text, or files",
         operation_id="create_documents",
+        opt=requires("write", "path"),
         operation_class=IngestOperation,
         response_description="Nothing left to do: finished within `wait`, or unchanged",
         responses=_INGEST_RESPONSES,
@@ -82,6 +84,7 @@ class DocumentsController(Controller):
         status_code=200,
         summary="What ingesting this would cost; nothing is kept",
         operation_id="estimate_documents",
+        opt=requires("read", "path"),
         operation_class=IngestOperation,
         responses=problems(404, 409, 413, 415, 422, 424),
     )
@@ -98,6 +101,7 @@ class DocumentsController(Controller):
         "/{document:path}",
         summary="Create or replace the document of this external id",
         operation_id="upsert_document",
+        opt=requires("write", "path"),
         operation_class=IngestOperation,
         response_description="Nothing left to do: finished within `wait`, or unchanged",
         responses=_INGEST_RESPONSES,
@@ -120,7 +124,12 @@ class DocumentsController(Controller):
         keyed = msgspec.structs.replace(documents[0], external_id=external_id)
         return await _ingest(calls, collection, [keyed], seconds)
 
-    @get(summary="List documents", operation_id="list_documents", responses=problems(404))
+    @get(
+        summary="List documents",
+        operation_id="list_documents",
+        opt=requires("read", "path"),
+        responses=problems(404),
+    )
     async def list_documents(
         self,
         collection: CollectionName,
@@ -142,6 +151,7 @@ class DocumentsController(Controller):
         "/{document:path}",
         summary="One document, by its id or external id",
         operation_id="get_document",
+        opt=requires("read", "path"),
         responses=problems(404),
     )
     async def get_document(
@@ -158,6 +168,7 @@ class DocumentsController(Controller):
         "/{document:path}",
         summary="Forget a document",
         operation_id="delete_document",
+        opt=requires("write", "path"),
         responses=problems(404),
     )
     async def delete_document(

@@ -7,6 +7,7 @@ import asyncio
 from litestar import Controller, Response, get
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
+from memkv.api.access import OPEN, requires
 from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
 from memkv.api.metrics import TEXT, exposition
@@ -19,7 +20,7 @@ READY_SECONDS = 5.0  # a check that takes longer counts as failed
 class ProbesController(Controller):
     tags = ("probes",)
 
-    @get("/healthz", summary="Is the process up", operation_id="health")
+    @get("/healthz", summary="Is the process up", operation_id="health", opt=OPEN)
     async def health(self) -> Health:
         return Health()
 
@@ -27,6 +28,7 @@ class ProbesController(Controller):
         "/readyz",
         summary="Can it answer requests",
         operation_id="ready",
+        opt=OPEN,
         responses={503: ResponseSpec(data_container=Readiness, description="Not ready; each check says why")},
     )
     async def ready(self, calls: NamedDependency[MemoryCalls]) -> Response[Readiness]:
@@ -38,6 +40,7 @@ class ProbesController(Controller):
         media_type=TEXT,
         summary="Every number of the store and the engine, for Prometheus",
         operation_id="metrics",
+        opt=requires("read"),
         responses=problems(),
     )
     async def metrics(self, calls: NamedDependency[MemoryCalls]) -> Response[bytes]:

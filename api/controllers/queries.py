@@ -7,6 +7,7 @@ from typing import Any
 from litestar import Controller, Request, Response, post
 from litestar.di import NamedDependency
 from litestar.params import JSONBody
+from memkv.api.access import Access, requires
 from memkv.api.errors import problems
 from memkv.api.event_pump import EventPump
 from memkv.api.event_stream import EventStream
@@ -32,11 +33,16 @@ class QueriesController(Controller):
         status_code=200,
         summary="Find the chunks nearest to a text",
         operation_id="search",
+        opt=requires("read", "route"),
         responses=problems(404, 409, 413, 415, 424),
     )
     async def search(
-        self, data: JSONBody[SearchRequest], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[SearchRequest],
+        access: NamedDependency[Access],
+        calls: NamedDependency[MemoryCalls],
     ) -> SearchResponse:
+        access.require(data.collection)
         return await calls.run(lambda memory: memory.search(data))
 
     @post(
@@ -44,6 +50,7 @@ class QueriesController(Controller):
         status_code=200,
         summary="Answer a question from a collection, with citations",
         operation_id="query",
+        opt=requires("read", "route"),
         operation_class=QueryOperation,
         responses=problems(404, 409, 413, 415, 424),
     )
@@ -51,8 +58,10 @@ class QueriesController(Controller):
         self,
         request: Request[Any, Any, Any],
         data: JSONBody[QueryRequest],
+        access: NamedDependency[Access],
         calls: NamedDependency[MemoryCalls],
     ) -> Response[QueryResponse]:
+        access.require(data.collection)
         pump = EventPump(calls, data, request.receive)
         if data.stream or "text/event-stream" in request.headers.get("accept", "").lower():
             return EventStream(pump)  # type: ignore[return-value]  # its content is events

@@ -9,6 +9,7 @@ from litestar import Controller, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
+from memkv.api.access import requires
 from memkv.api.errors import problems
 from memkv.api.memory_calls import MemoryCalls
 from memkv.api.params import (
@@ -72,6 +73,7 @@ _NOTHING_TO_DO = "Nothing is to be done, or only told: `dry_run`"
 class StoreController(Controller):
     path = "/v1/store"
     tags = ("store",)
+    opt = requires("admin")
 
     @get("/stats", summary="Bytes, files and blocks", operation_id="store_stats", responses=problems())
     async def stats(self, calls: NamedDependency[MemoryCalls]) -> StoreStats:

@@ -32,8 +32,9 @@ from memkv.memory.recomputation import recompute
 from memkv.memory.renewal import reprefill, resume_starved
 from memkv.memory.replies import accepted_reply
 from memkv.memory.retrieval import Retrieval
-from memkv.memory.stored import StoredMemory, require_valid
+from memkv.memory.stored import StoredMemory
 from memkv.memory.transfer import Tell
+from memkv.memory.valid_request import require_valid
 from memkv.memory.warm_up import WarmUp
 from memkv.store.rows import DEFAULT_TENANT, DocumentRow, KVFileRow, NewDocument
 from memkv.store.verification import Recomputed

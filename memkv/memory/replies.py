@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
 
 from memkv.errors import MemKVError
 from memkv.store import rows
+from memkv.store.rows import AccessKeyRow, CollectionRow, DocumentRow, FileState, JobItem, JobRow, Reference
 from memkv.store.rows import CollectionCounts as CountsRow
-from memkv.store.rows import CollectionRow, DocumentRow, FileState, JobItem, JobRow, Reference
 from memkv.store.upkeep import QuarantinedFile as QuarantinedRow
 from memkv.store.upkeep import Removed
 from memkv.wire import (
     AcceptedDocument,
+    AccessKey,
     Collection,
     CollectionCounts,
     Document,
@@ -27,6 +28,7 @@ from memkv.wire import (
     JobCounts,
     JobProgress,
     Metadata,
+    NewAccessKey,
     Page,
     PageRequest,
     Problem,
@@ -213,6 +215,29 @@ def change_reply(change: Removed, *, dry_run: bool) -> StoreChange:
         bytes_after=change.bytes_after,
         failed=change.failed,
     )
+
+
+def key_reply(row: AccessKeyRow, notes: Sequence[str] = ()) -> AccessKey:
+    return AccessKey(**_key_fields(row), notes=list(notes))
+
+
+def new_key_reply(row: AccessKeyRow, secret: str, notes: Sequence[str]) -> NewAccessKey:
+    return NewAccessKey(**_key_fields(row), notes=list(notes), secret=secret)
+
+
+def _key_fields(row: AccessKeyRow) -> dict[str, Any]:
+    expired = row.expires_at is not None and row.expires_at <= datetime.now(UTC)
+    return {
+        "id": row.id,
+        "name": row.name,
+        "prefix": row.prefix,
+        "scope": row.scope,
+        "collections": None if row.collections is None else list(row.collections),
+        "status": "revoked" if row.revoked_at else "expired" if expired else "valid",
+        "created_at": _time(row.created_at),
+        "expires_at": _time(row.expires_at),
+        "revoked_at": _time(row.revoked_at),
+    }
 
 
 def page_rows(page: PageRequest) -> rows.PageRequest:

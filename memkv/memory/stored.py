@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -11,6 +12,7 @@ from typing import Any, Self, get_args
 from memkv.config import Config
 from memkv.errors import BadRequestError, CollectionNotFound, ConflictError
 from memkv.kv.fingerprint import Fingerprint
+from memkv.memory.access_keys import AccessKeys
 from memkv.memory.administration import Administration
 from memkv.memory.maintenance import Abilities, Maintenance
 from memkv.memory.metrics import Metric, store_metrics
@@ -23,13 +25,17 @@ from memkv.memory.replies import (
     stats_reply,
 )
 from memkv.memory.transfer import Tell, export_collections, plan_export
+from memkv.memory.valid_request import require_valid
 from memkv.store import Store
 from memkv.store.archives import Archives
+from memkv.store.catalog_keys import KeyStatements
+from memkv.store.database import Database, parse_database_url
 from memkv.store.filters import parse_filter
+from memkv.store.jobs import job_not_found
 from memkv.store.quota import Caps
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, KVFileRow
+from memkv.store.schema import schema_revision
 from memkv.store.verification import Recomputed
-from memkv.validation import Violation, validate_request
 from memkv.wire import (
     Collection,
     CollectionPatch,
@@ -41,7 +47,6 @@ from memkv.wire import (
     JobStatus,
     Page,
     PageRequest,
-    Request,
     StoreExport,
     StoreStats,
     StoreVerification,
@@ -54,6 +59,7 @@ class StoredMemory:
 
     Attributes:
         admin: what an operator does to the store.
+        keys: who may ask a server of it for what. In this process nobody is asked for one.
     """
 
     def __init__(self, config: Config, store: Store) -> None:
@@ -62,6 +68,7 @@ class StoredMemory:
         self._archives = Archives(Path(config.store.data_dir).absolute())
         self._maintenance = Maintenance(store, config.store, self._abilities())
         self.admin = Administration(store, self._archives, self._drop)
+        self.keys = AccessKeys(store.catalog)
 
     @classmethod
     def open_store(cls, config: Config) -> StoredMemory:
@@ -86,9 +93,12 @@ class StoredMemory:
 
     # Collections
 
-    def list_collections(self, page: PageRequest, *, tenant: str = DEFAULT_TENANT) -> Page[Collection]:
+    def list_collections(
+        self, page: PageRequest, *, within: frozenset[str] | None = None, tenant: str = DEFAULT_TENANT
+    ) -> Page[Collection]:
+        """`within`: only those of these names."""
         require_valid(page)
-        found = self._store.catalog.list_collections(tenant, page_rows(page))
+        found = self._store.catalog.list_collections(tenant, page_rows(page), within=within)
         return page_reply(found, self._collection_reply, lambda reply: reply.id)
 
     def get_collection(self, name: str, *, tenant: str = DEFAULT_TENANT) -> Collection:
@@ -152,16 +162,31 @@ class StoredMemory:
     # Jobs
 
     def list_jobs(
-        self, page: PageRequest, *, status: str = "", collection: str = "", tenant: str = DEFAULT_TENANT
+        self,
+        page: PageRequest,
+        *,
+        status: str = "",
+        collection: str = "",
+        within: frozenset[str] | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> Page[Job]:
+        """`within`: only jobs of the collections of these names."""
         require_valid(page)
         wanted = _one_of(JobStatus, status)
         collection_id = self._store.catalog.get_collection(tenant, collection).id if collection else None
-        found = self._store.jobs.list(tenant, page_rows(page), status=wanted, collection_id=collection_id)
+        found = self._store.jobs.list(
+            tenant, page_rows(page), status=wanted, collection_id=collection_id, within=within
+        )
         return page_reply(found, self._job_reply, lambda reply: reply.id)
 
-    def get_job(self, job_id: str, *, tenant: str = DEFAULT_TENANT) -> Job:
-        return self._job_reply(self._store.jobs.get(tenant, job_id))
+    def get_job(
+        self, job_id: str, *, within: frozenset[str] | None = None, tenant: str = DEFAULT_TENANT
+    ) -> Job:
+        """Raises `JobNotFound`, also for a job of no collection of the names `within`."""
+        job = self._job_reply(self._store.jobs.get(tenant, job_id))
+        if within is not None and job.collection not in within:
+            raise job_not_found(job_id)
+        return job
 
     def wait_job(
         self,
@@ -276,18 +301,41 @@ def open_store(config: Config) -> Store:
     )
 
 
+@contextmanager
+def open_keys(config: Config) -> Iterator[AccessKeys]:
+    """The keys of a store, which a server may have open meanwhile; the store is made where there is none.
+
+    Raises what `Store.open` raises.
+    """
+    with _beside(config) as keys:
+        if keys is not None:
+            yield keys
+            return
+    with open_store(config) as store:
+        yield AccessKeys(store.catalog)
+
+
+def wants_keys(config: Config) -> bool:
+    """Whether a server of this store will ask for keys: it has some."""
+    with _beside(config) as keys:
+        return keys is not None and keys.exist()
+
+
+@contextmanager
+def _beside(config: Config) -> Iterator[AccessKeys | None]:
+    """The keys, without the store's lock; None where the store is to be made or upgraded first."""
+    url = parse_database_url(config.store.database_url or None, Path(config.store.data_dir).absolute())
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+        yield None
+        return
+    with closing(Database(url, busy_seconds=config.store.busy_seconds)) as database:
+        usable = schema_revision(database).is_current and database.allows_other_writers
+        yield AccessKeys(KeyStatements(database)) if usable else None
+
+
 def model_name(row: CollectionRow) -> str:
     """What to call the model that made a collection; collections of older memkvs know its digest alone."""
     return row.model_name or f"weights {Fingerprint.from_json(row.fingerprint_json).weights_digest[:12]}"
-
-
-def require_valid(request: Request) -> None:
-    """Raises `BadRequestError`."""
-    try:
-        validate_request(request)
-    except Violation as error:
-        hint = error.hint or "a server describes every field and its limits at /docs"
-        raise BadRequestError(str(error), hint=hint) from error
 
 
 def _one_of(choices: Any, word: str) -> Any:
