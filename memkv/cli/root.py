@@ -23,6 +23,7 @@ from memkv.cli.eval import evaluate
 from memkv.cli.ingest import ingest
 from memkv.cli.init import init
 from memkv.cli.jobs import jobs
+from memkv.cli.keys import keys
 from memkv.cli.models import models
 from memkv.cli.output import printable
 from memkv.cli.query import query
@@ -96,7 +97,7 @@ def _line(text: str) -> str:
 
 
 @click.command_panel("This machine", commands=["models", "config", "bench", "eval", "doctor", "version"])
-@click.command_panel("What is stored", commands=["collections", "documents", "jobs", "store", "db"])
+@click.command_panel("What is stored", commands=["collections", "documents", "jobs", "store", "keys", "db"])
 @click.command_panel("Every day", commands=["init", "demo", "serve", "ingest", "query", "search"])
 @click.group(cls=_Root, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="memkv", message="%(prog)s %(version)s")
@@ -121,6 +122,7 @@ for _command in (
     documents,
     jobs,
     store,
+    keys,
     db,
     models,
     config,

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Port to listen on; 0: any free one.  [default: 8000]"
 )
-@click.option("--insecure", is_flag=True, default=None, help="Allow an address other than loopback.")
+@click.option(
+    "--insecure", is_flag=True, default=None, help="Allow an address other than loopback without any key."
+)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="What is logged.")
 @click.option("-q", "--quiet", is_flag=True, help="Say only where the server listens.")
 @embedded_options
@@ -44,13 +46,19 @@ def serve(
     out = Output(quiet=quiet)
     # By name: the server stands above the command line, and nothing of it is needed for anything else.
     server = importlib.import_module("memkv.api.serve")
-    sock = server.listen(config.server)
+    sock = server.listen(config.server, wants_keys=functools.partial(_wants_keys, config))
     server.serve_until_told(
         functools.partial(_open_memory, config, out),
         config,
         sock=sock,
         on_start=lambda url: click.echo(f"memkv listens on {url}"),
     )
+
+
+def _wants_keys(config: Config) -> bool:
+    from memkv.memory.stored import wants_keys
+
+    return wants_keys(config)
 
 
 def _open_memory(config: Config, out: Output) -> Memory:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MEANING = {
     "server.host": "address to listen on",
     "server.port": "port to listen on",
-    "server.insecure": "allow an address other than loopback although nothing checks who asks",
+    "server.insecure": "answer other machines although there is no access key: nothing checks who asks",
     "server.max_body_bytes": "largest request body",
     "server.drain_seconds": "how long SIGTERM waits for running requests",
     "server.threads": "requests that may wait for the store or the engine at the same time",

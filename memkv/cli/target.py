@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ _EMBEDDED_ONLY = ("--data-dir", "--model", "--embedder", "--config")
 class Target:
     """Attributes:
     url: of a server; empty: embedded.
+    api_key: for that server; None: what the environment says.
     flags: `section.key` -> value given on the command line.
     file: the configuration file to read, where one was named.
     """
@@ -36,6 +37,7 @@ class Target:
     url: str
     flags: Mapping[str, object]
     file: Path | None
+    api_key: str | None = field(default=None, repr=False)
 
     def config(self, **more: object) -> Config:
         """The configuration under this command's flags; `more` are further flags, with `__` for the point."""
@@ -60,7 +62,7 @@ class Target:
         from memkv.sdk.client import MemKV
 
         if self.url:
-            with MemKV(self.url) as client:
+            with MemKV(self.url, self.api_key) as client:
                 yield client
             return
         config = self.config()
@@ -75,14 +77,22 @@ class Target:
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command `--url` and the options of the embedded mode; they arrive as its `target` argument."""
+    """Gives a command `--url`, `--api-key` and the options of the embedded mode; they arrive as its `target`
+    argument."""
 
     @click.option(
         "--url", metavar="URL", help="Server to talk to; by default MEMKV_URL. Without one: embedded."
     )
+    @click.option(
+        "--api-key",
+        metavar="SECRET",
+        help="Key for that server; by default MEMKV_API_KEY, which others here do not see.",
+    )
     @embedded_options
     @functools.wraps(command)
-    def with_target(*args: Any, url: str | None, target: Target, **options: Any) -> object:
+    def with_target(
+        *args: Any, url: str | None, api_key: str | None, target: Target, **options: Any
+    ) -> object:
         given = [name for name, key in zip(_EMBEDDED_ONLY, _keys(target), strict=True) if key is not None]
         if url and given:
             raise click.UsageError(
@@ -90,7 +100,9 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             )
         if url is None and not given:
             url = os.environ.get("MEMKV_URL", "")
-        return command(*args, target=Target(url or "", target.flags, target.file), **options)
+        if api_key is not None and not url:
+            raise click.UsageError("--api-key is for a server: name it by --url or MEMKV_URL")
+        return command(*args, target=Target(url or "", target.flags, target.file, api_key), **options)
 
     return with_target
 

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from memkv.sdk import plans, questions, requests, store_requests
+from memkv.sdk import key_requests, plans, questions, requests, store_requests
 from memkv.sdk.binding import (
     AsyncResource,
     async_converses,
@@ -82,6 +82,17 @@ class AsyncStore(AsyncResource):
     restore_snapshot = async_follows(plans.restore_snapshot)
 
 
+class AsyncKeys(AsyncResource):
+    """`client.keys`"""
+
+    create = async_sends(key_requests.create_key)
+    list = async_lists(key_requests.list_keys)
+    retrieve = async_sends(key_requests.get_key)
+    update = async_sends(key_requests.update_key)
+    delete = async_sends(key_requests.delete_key)
+    rotate = async_sends(key_requests.rotate_key)
+
+
 class AsyncMemKV(AsyncResource):
     """A client of a memkv server; arguments and errors as of `MemKV`, with an `httpx2.AsyncClient`."""
 
@@ -107,6 +118,7 @@ class AsyncMemKV(AsyncResource):
         self.documents = AsyncDocuments(sender)
         self.jobs = AsyncJobs(sender)
         self.store = AsyncStore(sender)
+        self.keys = AsyncKeys(sender)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from memkv.config import Config
-from memkv.sdk import plans, questions, requests, store_requests
+from memkv.sdk import key_requests, plans, questions, requests, store_requests
 from memkv.sdk.binding import Resource, Sender, converses, follows, lists, sends, streams
 from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
@@ -79,12 +79,23 @@ class Store(Resource):
     restore_snapshot = follows(plans.restore_snapshot)
 
 
+class Keys(Resource):
+    """`client.keys`"""
+
+    create = sends(key_requests.create_key)
+    list = lists(key_requests.list_keys)
+    retrieve = sends(key_requests.get_key)
+    update = sends(key_requests.update_key)
+    delete = sends(key_requests.delete_key)
+    rotate = sends(key_requests.rotate_key)
+
+
 class MemKV(Resource):
     """A client of a memkv server; `MemKV.local` needs none.
 
     Args:
         base_url: of the server; `MEMKV_URL`, then http://127.0.0.1:8000, by default.
-        api_key: sent as a bearer token; `MEMKV_API_KEY` by default.
+        api_key: the secret of an access key; `MEMKV_API_KEY` by default.
         timeout: seconds without any answer; `MEMKV_TIMEOUT`, then 600, by default.
         max_retries: of requests that may be sent twice.
         http_client: one of your own, for proxies, certificates or tests; you close it.
@@ -157,6 +168,7 @@ class MemKV(Resource):
         self.documents = Documents(sender)
         self.jobs = Jobs(sender)
         self.store = Store(sender)
+        self.keys = Keys(sender)
 
 
 class _HTTPSender:

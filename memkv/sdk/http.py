@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -34,7 +34,7 @@ class Endpoint:
     """Where the server is and how to speak to it."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     timeout: float
     max_retries: int
 

@@ -52,7 +52,7 @@ def test_every_command_has_a_page_of_help(run: Run) -> None:
     walk(main, [])
     assert set(main.commands) == {
         *("init", "serve", "demo", "ingest", "query", "search", "collections", "documents", "jobs"),
-        *("store", "db", "models", "config", "bench", "eval", "doctor", "version"),
+        *("store", "keys", "db", "models", "config", "bench", "eval", "doctor", "version"),
     }
 
 

@@ -206,7 +206,7 @@ def _command(path: str, command: click.Command) -> Iterator[str]:
 
 # Options that many commands share are listed once, in the README's own words.
 _SETS = {
-    "*server*": {"url"},
+    "*server*": {"url", "api_key"},
     "*embedded*": {"data_dir", "model", "embedder", "file"},
     "*output*": {"output_format", "quiet"},
 }
