@@ -58,16 +58,18 @@ class AccessKeys:
     def update(self, key_id: str, patch: AccessKeyPatch) -> AccessKey:
         """Raises `AccessKeyNotFound`; `ConflictError` as `KeyStatements.change_key` does."""
         require_valid(patch)
-        old = self._statements.get_key(key_id)
-        new = _checked(
-            rows.NewAccessKey(
-                name=old.name if patch.name is None else patch.name,
-                scope=patch.scope or old.scope,
-                collections=old.collections if patch.collections is None else tuple(patch.collections),
-                expires_at=old.expires_at if patch.expires_in is None else _expiry(patch.expires_in),
+
+        def changed(old: rows.AccessKeyRow) -> rows.NewAccessKey:
+            return _checked(
+                rows.NewAccessKey(
+                    name=old.name if patch.name is None else patch.name,
+                    scope=patch.scope or old.scope,
+                    collections=old.collections if patch.collections is None else tuple(patch.collections),
+                    expires_at=old.expires_at if patch.expires_in is None else _expiry(patch.expires_in),
+                )
             )
-        )
-        row = self._statements.change_key(key_id, new, force=patch.force)
+
+        row = self._statements.change_key(key_id, changed, force=patch.force)
         return key_reply(row, self._notes(row))
 
     def rotate(self, key_id: str) -> NewAccessKey:

@@ -2,22 +2,23 @@
 
 Each write is one transaction that no epoch fences: keys have nothing to do with what else is stored, and are
 made and revoked beside a server that has the store open, too. A row is never removed: a store that once had a
-key wants one for good, also when none is valid any more.
+key wants one for good, also when none is valid any more, or a snapshot is restored (`restored_keys.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, Select, bindparam, delete, insert, or_, select, update
 
 from memkv.errors import AccessKeyNotFound, ConflictError
 from memkv.store.catalog_store import now
 from memkv.store.ids import new_id
 from memkv.store.paging import read_page
 from memkv.store.plain_values import checked_text
-from memkv.store.rows import AccessKeyRow, NewAccessKey, Page, PageRequest
+from memkv.store.rows import AccessKeyRow, KeptKey, NewAccessKey, Page, PageRequest
 from memkv.store.statements import Statements
 from memkv.store.tables import AccessKey
 
@@ -35,7 +36,7 @@ class KeyStatements(Statements):
             id=new_id("key"), prefix=prefix, created_at=now(), revoked_at=None, **_values_of(new)
         )
         with self._database.unfenced_write() as connection:
-            if new.scope != "admin" and not _valid_admins(connection):
+            if new.scope != "admin" and not connection.execute(_valid_admins()).all():
                 raise ConflictError(
                     "there is no valid key of scope admin, and this one would shut out whoever has none",
                     hint="make that first: memkv keys create --scope admin",
@@ -67,39 +68,55 @@ class KeyStatements(Statements):
     def admin_keys(self) -> list[AccessKeyRow]:
         """The valid ones of scope admin."""
         with self._database.read() as connection:
-            return _valid_admins(connection)
+            return [_row(*row) for row in connection.execute(_valid_admins())]
 
-    def change_key(self, key_id: str, new: NewAccessKey, *, force: bool = False) -> AccessKeyRow:
-        """Gives a key other settings.
+    def change_key(
+        self, key_id: str, change: Callable[[AccessKeyRow], NewAccessKey], *, force: bool = False
+    ) -> AccessKeyRow:
+        """Gives a key the settings that `change` makes of what it is.
 
         Raises:
             AccessKeyNotFound.
-            ConflictError: the key is revoked; or it is the last valid one of scope admin and would be it no
-                more, unless `force`.
+            ConflictError: the key is revoked; or no valid one of scope admin would be left, unless `force`.
         """
-        return self._write(key_id, _values_of(new), ends_admin=new.scope != "admin" and not force)
+        return self._write(key_id, lambda row: _values_of(change(row)), force=force)
 
     def renew_secret(self, key_id: str, prefix: str, digest: str) -> AccessKeyRow:
         """Raises AccessKeyNotFound, ConflictError for a revoked key."""
-        return self._write(key_id, {"prefix": prefix, "digest": digest}, ends_admin=False)
+        return self._write(key_id, lambda row: {"prefix": prefix, "digest": digest})
 
     def revoke_key(self, key_id: str, *, force: bool = False) -> AccessKeyRow:
         """Raises what `change_key` does."""
-        return self._write(key_id, {"revoked_at": now()}, ends_admin=not force)
+        return self._write(key_id, lambda row: {"revoked_at": now()}, force=force)
 
-    def _write(self, key_id: str, values: dict[str, Any], *, ends_admin: bool) -> AccessKeyRow:
-        """`ends_admin`: unless another key is an admin's, this one may not cease to be."""
+    def kept_keys(self) -> list[KeptKey]:
+        """All, to be put into another database."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(*_COLUMNS, AccessKey.digest).order_by(AccessKey.id))
+            return [KeptKey(**asdict(_row(*values)), digest=digest) for *values, digest in rows]
+
+    def replace_keys(self, kept: Sequence[KeptKey]) -> None:
+        """These, which are some, in the place of all that there are."""
         with self._database.unfenced_write() as connection:
+            connection.execute(delete(AccessKey))
+            connection.execute(insert(AccessKey), [asdict(key) for key in kept])
+
+    def _write(
+        self, key_id: str, values: Callable[[AccessKeyRow], dict[str, Any]], *, force: bool = False
+    ) -> AccessKeyRow:
+        with self._database.unfenced_write() as connection:
+            # Locked until the end, and before any other row: whoever changes keys at the same time waits.
+            administered = bool(connection.execute(_valid_admins().with_for_update()).all())
             row = _get(connection, key_id)
             if row.revoked_at is not None:
                 raise ConflictError(f"key {key_id} is revoked", hint="make a new one: memkv keys create")
-            if ends_admin and [key.id for key in _valid_admins(connection)] == [key_id]:
+            connection.execute(update(AccessKey).where(AccessKey.id == key_id).values(**values(row)))
+            if administered and not force and not connection.execute(_valid_admins()).all():
                 raise ConflictError(
                     "it is the last valid key of scope admin",
                     hint="make another one first, or say force: then only memkv keys create, on the data "
                     "directory itself, makes one again",
                 )
-            connection.execute(update(AccessKey).where(AccessKey.id == key_id).values(**values))
             return _get(connection, key_id)
 
 
@@ -109,14 +126,13 @@ def _values_of(new: NewAccessKey) -> dict[str, Any]:
     return {field.name: getattr(new, field.name) for field in fields(new)}
 
 
-def _valid_admins(connection: Connection) -> list[AccessKeyRow]:
-    rows = connection.execute(
+def _valid_admins() -> Select[*tuple[Any, ...]]:
+    return (
         select(*_COLUMNS)
         .where(AccessKey.scope == "admin", AccessKey.revoked_at.is_(None))
         .where(or_(AccessKey.expires_at.is_(None), AccessKey.expires_at > now()))
         .order_by(AccessKey.id)
     )
-    return [_row(*row) for row in rows]
 
 
 def _get(connection: Connection, key_id: str) -> AccessKeyRow:

@@ -71,6 +71,13 @@ class AccessKeyRow:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptKey(AccessKeyRow):
+    """With what its secret is found by."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class GateRow:
     """What a policy cost on tasks of one kind.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def test_settings_and_secret_are_changed_apart(store: Store) -> None:
     made(store, ADMIN, "aaaa")
     key = made(store, READER, "bbbb")
     later = now() + timedelta(days=1)
-    changed = store.catalog.change_key(key.id, NewAccessKey("new", "write", ("wiki",), later))
+    changed = store.catalog.change_key(key.id, lambda _: NewAccessKey("new", "write", ("wiki",), later))
     assert (changed.name, changed.scope, changed.collections) == ("new", "write", ("wiki",))
     assert changed.expires_at == later
     assert store.catalog.key_of("bbbb" * 16) == changed
@@ -68,16 +70,40 @@ def test_the_last_admin_key_goes_by_force_alone(store: Store) -> None:
     catalog.revoke_key(first.id)
     for end in (
         lambda force: catalog.revoke_key(second.id, force=force),
-        lambda force: catalog.change_key(second.id, READER, force=force),
+        lambda force: catalog.change_key(second.id, lambda _: READER, force=force),
     ):
         with pytest.raises(ConflictError) as caught:
             end(False)
         assert "data directory" in caught.value.hint
     assert catalog.admin_keys() == [second]
-    assert catalog.change_key(second.id, ADMIN).scope == "admin"
+    assert catalog.change_key(second.id, lambda _: ADMIN).scope == "admin"
     assert catalog.revoke_key(second.id, force=True).revoked_at is not None
     assert catalog.admin_keys() == []
     assert catalog.has_keys(), "a store that had keys goes on asking for them"
+
+
+def test_two_admins_that_revoke_each_other_leave_one(
+    store: Store, data_dir: Path, database_url: str | None
+) -> None:
+    """One by the server, one beside it."""
+    first, second = made(store, ADMIN, "aaaa"), made(store, ADMIN, "bbbb")
+    other = Database(parse_database_url(database_url, data_dir))
+    both = threading.Barrier(2)
+
+    def revoke(statements: KeyStatements, key_id: str) -> bool:
+        both.wait()
+        try:
+            statements.revoke_key(key_id)
+        except ConflictError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = [(store.catalog, first.id), (KeyStatements(other), second.id)]
+        done = [threads.submit(revoke, *each) for each in asked]
+        assert sorted(each.result() for each in done) == [False, True]
+    other.close()
+    assert len(store.catalog.admin_keys()) == 1
 
 
 def test_a_revoked_key_is_changed_no_more(store: Store) -> None:
@@ -86,7 +112,7 @@ def test_a_revoked_key_is_changed_no_more(store: Store) -> None:
     store.catalog.revoke_key(key.id)
     for change in (
         lambda: store.catalog.revoke_key(key.id),
-        lambda: store.catalog.change_key(key.id, READER),
+        lambda: store.catalog.change_key(key.id, lambda _: READER),
         lambda: store.catalog.renew_secret(key.id, "mkv_cccc", "cccc" * 16),
     ):
         with pytest.raises(ConflictError, match="revoked"):
