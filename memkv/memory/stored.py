@@ -33,6 +33,7 @@ from memkv.store.database import Database, parse_database_url
 from memkv.store.filters import parse_filter
 from memkv.store.jobs import job_not_found
 from memkv.store.quota import Caps
+from memkv.store.restored_keys import kept_keys_path
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow, KVFileRow
 from memkv.store.schema import schema_revision
 from memkv.store.verification import Recomputed
@@ -318,14 +319,17 @@ def open_keys(config: Config) -> Iterator[AccessKeys]:
 def wants_keys(config: Config) -> bool:
     """Whether a server of this store will ask for keys: it has some."""
     with _beside(config) as keys:
-        return keys is not None and keys.exist()
+        if keys is not None:
+            return keys.exist()
+    return kept_keys_path(Path(config.store.data_dir)).exists()
 
 
 @contextmanager
 def _beside(config: Config) -> Iterator[AccessKeys | None]:
-    """The keys, without the store's lock; None where the store is to be made or upgraded first."""
+    """The keys, without the store's lock; None where the store is to be made, upgraded or opened first."""
     url = parse_database_url(config.store.database_url or None, Path(config.store.data_dir).absolute())
-    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+    absent = url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file()
+    if absent or kept_keys_path(Path(config.store.data_dir)).exists():
         yield None
         return
     with closing(Database(url, busy_seconds=config.store.busy_seconds)) as database:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from memkv.store.database import Database, parse_database_url
 from memkv.store.durable_files import Damage, read_file, replace_file, storage_error, sync_directory
 from memkv.store.ids import new_id
 from memkv.store.lock import StoreLock, take_advisory_lock
+from memkv.store.restored_keys import put_keys_aside
 
 _PIECE = 1 << 20
 _ID = re.compile(r"^snp_[0-9a-f]{32}\Z")
@@ -132,7 +133,8 @@ def restore_snapshot(
     busy_seconds: float = 5.0,
     dry_run: bool = False,
 ) -> Snapshot:
-    """Brings a closed store back to a snapshot; what came after it is gone. The next opening mends the rest.
+    """Brings a closed store back to a snapshot; what came after it is gone, but for access keys. The next
+    opening mends the rest.
 
     `dry_run`: only looks whether it could.
 
@@ -153,6 +155,8 @@ def restore_snapshot(
             database = Database(url, busy_seconds=busy_seconds)
             held.callback(database.close)
             take_advisory_lock(database, held, patience=busy_seconds)
+        with closing(Database(url, busy_seconds=busy_seconds)) as going:
+            put_keys_aside(going, data_dir)
         _link_back(path / "blocks", data_dir / "blocks")  # first: files without rows harm nobody
         restore(url, path / "database")
     return snapshot

@@ -36,6 +36,7 @@ from memkv.store.filters import parse_filter
 from memkv.store.jobs import Jobs
 from memkv.store.lock import StoreLock, take_advisory_lock
 from memkv.store.quota import NO_CAPS, Caps
+from memkv.store.restored_keys import take_keys_back
 from memkv.store.rows import (
     Accepted,
     Change,
@@ -95,6 +96,7 @@ class Store:
         if (data_dir / "STORE").exists() and schema_revision(database).current is None:
             raise _another_database()  # before anything is written to it
         schema = require_schema(database, upgrade=upgrade)
+        take_keys_back(database, data_dir)
         self.data_dir = data_dir
         self.database = database
         self.catalog = Catalog(database)
