@@ -11,7 +11,7 @@ from memkv.engine.staging import to_device
 from memkv.engine.step_graphs import StepGraphs
 from memkv.engine.step_tensors import MassRequest, StepResult, StepTensors
 from memkv.kernels import AttentionPlan
-from memkv.model.attention import Kernels, StepContext, forward, layer_attention
+from memkv.model.attention import StepContext, forward, layer_attention
 from memkv.model.loader import LoadedModel
 
 __all__ = ["ModelRunner", "StepResult"]
@@ -48,17 +48,17 @@ class ModelRunner:
         plan.validate(kv_cache.num_blocks, kv_cache.layout.block_size)
         num_layers = kv_cache.layout.num_layers
         masses = [MassRequest(look.entries, look.request.layer_indices(num_layers)) for look in batch.looks]
-        step = StepTensors(ids, positions, slots, sources, fed, logit_rows, plan, masses)
-        return self._pass(step, kv_cache, Kernels())
+        return self._pass(
+            StepTensors(ids, positions, slots, sources, fed, logit_rows, plan, masses), kv_cache
+        )
 
-    def _pass(self, step: StepTensors, kv_cache: KVCache, kernels: Kernels) -> StepResult:
+    def _pass(self, step: StepTensors, kv_cache: KVCache) -> StepResult:
         context = StepContext(
             layers=self._layers,
             caches=[kv_cache.layer(index) for index in range(kv_cache.layout.num_layers)],
             slots=step.slots,
             plan=step.plan,
             block_mass_layers=frozenset(layer for wanted in step.masses for layer in wanted.layers),
-            kernels=kernels,
         )
         rows = step.logit_rows if len(step.logit_rows) else None
         ids = step.token_ids

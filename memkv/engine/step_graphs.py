@@ -5,14 +5,10 @@
 
 A graph has room for more than its batch has. A padded row has no slot and sees nothing, a padded sequence
 has no segments, and what lies behind the last segment and entry is nobody's.
-
-A pass is some graphs, the first of them short: launching takes as long as a graph is large, and a GPU works
-on one while the next one is launched.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,8 +23,7 @@ from memkv.engine.kv_cache import KVCache
 from memkv.engine.staging import StaticArrays
 from memkv.engine.step_tensors import MassRequest, StepResult, StepTensors
 from memkv.engine.token_run import Int32s
-from memkv.kernels import AttentionPlan, AttentionResult, cuda, ops
-from memkv.model.attention import Kernels
+from memkv.kernels import AttentionPlan, cuda
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +32,9 @@ _PROMPT = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 _SEGMENTS = (16, 128, 1024, 8192)
 _ENTRIES = (256, 2048, 16_384, 131_072)
 _MOST_TOKENS = _ANSWERS[-1] + _PROMPT[-1]
-_MOST_PASSES = 64  # of one engine that are kept; the one that was used least lately goes
-_ENDS = (
-    2,
-    8,
-)  # layers behind which a graph ends: those behind are launched while a quarter of them is worked on
+_MOST_GRAPHS = 64  # of one engine; the one that was used least lately goes
 
-Run = Callable[[StepTensors, KVCache, Kernels], StepResult]
+Run = Callable[[StepTensors, KVCache], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +136,7 @@ class StepGraphs:
     def __init__(self, run: Run, num_heads: int) -> None:
         self._run = run
         self._num_heads = num_heads
-        self._graphs: OrderedDict[tuple[KVCache, GraphShape], _Pass] = OrderedDict()
+        self._graphs: OrderedDict[tuple[KVCache, GraphShape], _Graph] = OrderedDict()
         self._pool: Any = None  # memory that lasts for a replay, shared by all
         self._stream: Any = None  # where they are captured
         self._fails = False
@@ -182,21 +173,21 @@ class StepGraphs:
                 self._fails = True
                 return None
             self._graphs[kv_cache, shape] = graph
-            if len(self._graphs) > _MOST_PASSES:
+            if len(self._graphs) > _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end((kv_cache, shape))
         return graph.replay(arrays, batch)
 
-    def _capture(self, arrays: dict[str, np.ndarray], shape: GraphShape, kv_cache: KVCache) -> _Pass:
+    def _capture(self, arrays: dict[str, np.ndarray], shape: GraphShape, kv_cache: KVCache) -> _Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(kv_cache.device)  # type: ignore[no-untyped-call]
-        captured = _Pass(shape, kv_cache)
-        captured.capture(arrays, self._run, self._pool, self._stream)
-        return captured
+        graph = _Graph(shape, kv_cache)
+        graph.capture(arrays, self._run, self._pool, self._stream)
+        return graph
 
 
-class _Pass:
+class _Graph:
     """One captured pass: where its inputs are put, and where its results are found."""
 
     def __init__(self, shape: GraphShape, kv_cache: KVCache) -> None:
@@ -231,7 +222,7 @@ class _Pass:
         )
         masses = [MassRequest(slice(None), shape.layers)] if shape.layers else []
         self._step = StepTensors(**of_rows, fed=self._fed, plan=plan, masses=masses)
-        self._graphs: list[Any] = []  # torch.cuda.CUDAGraph, which has no types
+        self._graph = torch.cuda.CUDAGraph()
         self._result = StepResult(None)
 
     def capture(self, arrays: dict[str, np.ndarray], run: Run, pool: Any, stream: Any) -> None:
@@ -241,29 +232,17 @@ class _Pass:
         longer than all the rest.
         """
         self._inputs.fill(arrays)
-        run(self._step, self._kv_cache, Kernels())
+        run(self._step, self._kv_cache)
         self._step.plan.refresh()
-        layers = itertools.count(1)
-
-        def begin() -> None:
-            self._graphs.append(torch.cuda.CUDAGraph())
-            # others may use the GPU meanwhile
-            self._graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
-
-        def attend(*args: Any, **options: Any) -> AttentionResult:
-            result = ops.paged_attention(*args, **options)
-            if next(layers) in _ENDS:
-                self._graphs[-1].capture_end()
-                begin()
-            return result
-
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            begin()
+            self._graph.capture_begin(
+                pool, capture_error_mode="thread_local"
+            )  # others may use the GPU meanwhile
             try:
-                self._result = run(self._step, self._kv_cache, Kernels(paged_attention=attend))
+                self._result = run(self._step, self._kv_cache)
             finally:
-                self._graphs[-1].capture_end()
+                self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self, arrays: dict[str, np.ndarray], batch: Batch) -> StepResult:
@@ -272,8 +251,7 @@ class _Pass:
         if batch.fed:
             fed = torch.cat(batch.fed) if len(batch.fed) > 1 else batch.fed[0]
             self._fed[: len(fed)].copy_(fed)
-        for graph in self._graphs:
-            graph.replay()
+        self._graph.replay()
         logits = self._result.logits
         return StepResult(
             None if logits is None else logits[: len(batch.logit_rows)].clone(),
