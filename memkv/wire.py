@@ -312,6 +312,8 @@ class Job(Reply, frozen=True, kw_only=True):
     verification: StoreVerification | None = None  # of a finished `verify`
     exported: Exported | None = None  # of a finished `export`
     imported: Imported | None = None  # of a finished `import`
+    change: StoreChange | None = None  # of a finished `gc`, `evict`, `compact` or `purge`
+    snapshot: Snapshot | None = None  # of a finished `snapshot`
 
 
 class Accepted(Reply, frozen=True, kw_only=True):
@@ -571,7 +573,7 @@ class Quarantine(Reply, frozen=True, kw_only=True):
 
 
 class StoreChange(Reply, frozen=True, kw_only=True):
-    """What was removed; with `dry_run`, what would be."""
+    """What was removed, after a kill since the job was taken up again; with `dry_run`, what would be."""
 
     dry_run: bool
     files: int
@@ -579,6 +581,14 @@ class StoreChange(Reply, frozen=True, kw_only=True):
     bytes_before: int  # of blocks/, indexes/ and quarantine/, or of the database where that was compacted
     bytes_after: int
     failed: int = 0  # files that could not be removed
+
+
+class ChangeWork(Reply, frozen=True, kw_only=True):
+    """The job that removes something; `change` is as foreseen, and the finished job's what it came to."""
+
+    dry_run: bool
+    change: StoreChange
+    job: Job | None = None
 
 
 class StoreWork(Reply, frozen=True, kw_only=True):
@@ -646,7 +656,9 @@ class SnapshotRestore(Request, frozen=True, kw_only=True):
 
 
 class SnapshotWork(Reply, frozen=True, kw_only=True):
-    """The snapshot that a job brings the store back to; with `dry_run`, could."""
+    """The snapshot that a job makes, with an empty `id` until it is done, or brings the store back to; with
+    `dry_run`, could.
+    """
 
     dry_run: bool
     snapshot: Snapshot

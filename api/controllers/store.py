@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from litestar import Controller, Response, delete, get, post
-from litestar.di import NamedDependency
+import msgspec
+from litestar import Controller, Request, Response, delete, get, post
+from litestar.di import NamedDependency, Provide
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
 from memkv.api.access import requires
@@ -22,21 +23,23 @@ from memkv.api.params import (
     Order,
     SnapshotId,
     UnusedOnly,
+    Wait,
+    finite,
     page_request,
 )
+from memkv.api.waiting import is_finished, requested_wait, wait_for_job
 
 from memkv.errors import ConflictError
 from memkv.wire import (
     ArchiveList,
     ArchiveWork,
+    ChangeWork,
     Page,
     Quarantine,
-    Snapshot,
     SnapshotCreate,
     SnapshotList,
     SnapshotRestore,
     SnapshotWork,
-    StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
     from memkv.memory import Memory
 
 _CHANGES = problems(404, 409, 413, 415, 507)
-W = TypeVar("W", StoreWork, ArchiveWork, SnapshotWork)
+W = TypeVar("W", StoreWork, ChangeWork, ArchiveWork, SnapshotWork)
 
 
 def _works(reply: type[W]) -> dict[int, ResponseSpec]:
@@ -66,14 +69,22 @@ def _works(reply: type[W]) -> dict[int, ResponseSpec]:
     return {202: accepted, **_CHANGES}
 
 
-_WORKS = _works(StoreWork)
-_NOTHING_TO_DO = "Nothing is to be done, or only told: `dry_run`"
+_DONE = "Done within `wait`, nothing to do, or only told: `dry_run`"
+
+
+def _patience(request: Request[Any, Any, Any], wait: Wait = None) -> float:
+    """Seconds that the client waits for a job."""
+    return requested_wait(request, finite(wait))
+
+
+Patience = NamedDependency[float]
 
 
 class StoreController(Controller):
     path = "/v1/store"
     tags = ("store",)
     opt = requires("admin")
+    dependencies = {"patience": Provide(_patience, sync_to_thread=False)}  # noqa: RUF012
 
     @get("/stats", summary="Bytes, files and blocks", operation_id="store_stats", responses=problems())
     async def stats(self, calls: NamedDependency[MemoryCalls]) -> StoreStats:
@@ -118,105 +129,142 @@ class StoreController(Controller):
         status_code=200,
         summary="Remove what was set aside",
         operation_id="purge_quarantine",
-        responses=_CHANGES,
+        response_description=_DONE,
+        responses=_works(ChangeWork),
     )
-    async def purge(self, data: JSONBody[StorePurge], calls: NamedDependency[MemoryCalls]) -> StoreChange:
-        return await calls.run(lambda memory: memory.admin.purge(data))
+    async def purge(
+        self,
+        data: JSONBody[StorePurge],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
+    ) -> Response[ChangeWork]:
+        return await _work(calls, patience, lambda memory: memory.admin.purge(data))
 
     @post(
         "/gc",
         status_code=200,
         summary="Remove what nothing refers to",
         operation_id="collect_garbage",
-        responses=_CHANGES,
+        response_description=_DONE,
+        responses=_works(ChangeWork),
     )
-    async def gc(self, data: JSONBody[StoreGC], calls: NamedDependency[MemoryCalls]) -> StoreChange:
-        return await calls.run(lambda memory: memory.admin.gc(data))
+    async def gc(
+        self, data: JSONBody[StoreGC], calls: NamedDependency[MemoryCalls], patience: Patience
+    ) -> Response[ChangeWork]:
+        return await _work(calls, patience, lambda memory: memory.admin.gc(data))
 
     @post(
         "/evict",
         status_code=200,
         summary="Remove KV, what was used longest ago first",
         operation_id="evict",
-        responses=_CHANGES,
+        response_description=_DONE,
+        responses=_works(ChangeWork),
     )
-    async def evict(self, data: JSONBody[StoreEvict], calls: NamedDependency[MemoryCalls]) -> StoreChange:
-        return await calls.run(lambda memory: memory.admin.evict(data))
+    async def evict(
+        self,
+        data: JSONBody[StoreEvict],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
+    ) -> Response[ChangeWork]:
+        return await _work(calls, patience, lambda memory: memory.admin.evict(data))
 
     @post(
         "/compact",
         status_code=200,
         summary="Give the database's unused space back to its disk",
         operation_id="compact",
-        responses=_CHANGES,
+        response_description=_DONE,
+        responses=_works(ChangeWork),
     )
-    async def compact(self, data: JSONBody[StoreCompact], calls: NamedDependency[MemoryCalls]) -> StoreChange:
-        return await calls.run(lambda memory: memory.admin.compact(data))
+    async def compact(
+        self,
+        data: JSONBody[StoreCompact],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
+    ) -> Response[ChangeWork]:
+        return await _work(calls, patience, lambda memory: memory.admin.compact(data))
 
     @post(
         "/verify",
         status_code=200,
         summary="Check the database, every block file and every index",
         operation_id="verify_store",
-        response_description=_NOTHING_TO_DO,
-        responses=_WORKS,
+        response_description=_DONE,
+        responses=_works(StoreWork),
     )
     async def verify(
-        self, data: JSONBody[StoreVerify], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[StoreVerify],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
     ) -> Response[StoreWork]:
-        return await _work(calls, lambda memory: memory.admin.verify(data))
+        return await _work(calls, patience, lambda memory: memory.admin.verify(data))
 
     @post(
         "/warm",
         status_code=200,
         summary="Read a collection's files, and load of its chunks what the engine's memory has room for",
         operation_id="warm",
-        response_description=_NOTHING_TO_DO,
-        responses=_WORKS,
+        response_description=_DONE,
+        responses=_works(StoreWork),
     )
     async def warm(
-        self, data: JSONBody[StoreCollection], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[StoreCollection],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
     ) -> Response[StoreWork]:
-        return await _work(calls, lambda memory: memory.admin.warm(data))
+        return await _work(calls, patience, lambda memory: memory.admin.warm(data))
 
     @post(
         "/reprefill",
         status_code=200,
         summary="Make the KV that a collection lacks; of a stale one, everything",
         operation_id="reprefill",
-        response_description=_NOTHING_TO_DO,
-        responses=_WORKS,
+        response_description=_DONE,
+        responses=_works(StoreWork),
     )
     async def reprefill(
-        self, data: JSONBody[StoreCollection], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[StoreCollection],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
     ) -> Response[StoreWork]:
-        return await _work(calls, lambda memory: memory.reprefill(data))
+        return await _work(calls, patience, lambda memory: memory.reprefill(data))
 
     @post(
         "/export",
         status_code=200,
         summary="Write collections to a new archive in `archives/` of the data directory",
         operation_id="export_collections",
-        response_description=_NOTHING_TO_DO,
+        response_description=_DONE,
         responses=_works(ArchiveWork),
     )
     async def export(
-        self, data: JSONBody[StoreExport], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[StoreExport],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
     ) -> Response[ArchiveWork]:
-        return await _work(calls, lambda memory: memory.admin.export(data))
+        return await _work(calls, patience, lambda memory: memory.admin.export(data))
 
     @post(
         "/import",
-        status_code=202,
+        status_code=200,
         summary="Ingest an archive from `archives/` of the data directory",
+        description="With `dry_run` the job only looks.",
         operation_id="import_collections",
-        response_description="The job at `Location` does it; with `dry_run`, it only looks",
-        responses=_CHANGES,
+        response_description="Done within `wait`",
+        responses=_works(ArchiveWork),
     )
     async def import_(
-        self, data: JSONBody[StoreImport], calls: NamedDependency[MemoryCalls]
+        self,
+        data: JSONBody[StoreImport],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
     ) -> Response[ArchiveWork]:
-        return await _work(calls, lambda memory: memory.admin.import_(data))
+        return await _work(calls, patience, lambda memory: memory.admin.import_(data))
 
     @get("/archives", summary="List archives", operation_id="list_archives", responses=problems())
     async def archives(self, calls: NamedDependency[MemoryCalls]) -> ArchiveList:
@@ -237,14 +285,19 @@ class StoreController(Controller):
 
     @post(
         "/snapshots",
-        summary="Keep the store as it is now",
+        status_code=200,
+        summary="Keep the store as it is",
         operation_id="create_snapshot",
-        responses=problems(404, 409, 413, 415, 507),
+        response_description=_DONE,
+        responses=_works(SnapshotWork),
     )
     async def create_snapshot(
-        self, data: JSONBody[SnapshotCreate], calls: NamedDependency[MemoryCalls]
-    ) -> Snapshot:
-        return await calls.run(lambda memory: memory.admin.create_snapshot(data))
+        self,
+        data: JSONBody[SnapshotCreate],
+        calls: NamedDependency[MemoryCalls],
+        patience: Patience,
+    ) -> Response[SnapshotWork]:
+        return await _work(calls, patience, lambda memory: memory.admin.create_snapshot(data))
 
     @delete(
         "/snapshots/{snapshot_id:str}",
@@ -283,13 +336,15 @@ class StoreController(Controller):
         return _accepted(restoration.reply)
 
 
-async def _work(calls: MemoryCalls, call: Callable[[Memory], W]) -> Response[W]:
+async def _work(calls: MemoryCalls, patience: float, call: Callable[[Memory], W]) -> Response[W]:
+    """The answer to a route that starts a job, once that has ended or after `patience` seconds."""
     work = await calls.run(call)
     if work.job is None:
         return Response(work, status_code=200)
-    return _accepted(work)
+    return _accepted(msgspec.structs.replace(work, job=await wait_for_job(calls, work.job, patience)))
 
 
 def _accepted(work: W) -> Response[W]:
     assert work.job is not None, "bug: a reply without the job that it announces"
-    return Response(work, status_code=202, headers={"Location": f"/v1/jobs/{work.job.id}"})
+    status = 200 if is_finished(work.job) else 202
+    return Response(work, status_code=status, headers={"Location": f"/v1/jobs/{work.job.id}"})

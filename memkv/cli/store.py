@@ -130,9 +130,9 @@ def gc(ctx: click.Context, force: bool, dry_run: bool, target: Target, out: Outp
     Deleting documents needs no gc. Exit code 1 where a fifth of the store or more would go, 3 where something
     could not be removed.
     """
-    with target.open(out, models=False) as client, bar(out, "collecting garbage"):
-        done = client.store.gc(dry_run=dry_run, force=force)
-    _tell(ctx, done, out)
+    with target.open(out, models=False) as client, bar(out, "collecting garbage") as progress:
+        work = client.store.gc(dry_run=dry_run, force=force, on_progress=progress.job)
+    _tell(ctx, work.change, out)
 
 
 @store.command()
@@ -158,9 +158,11 @@ def evict(
     """
     if everything == (to_bytes is not None):
         raise click.UsageError("give --to SIZE, or --all")
-    with target.open(out, models=False) as client, bar(out, "evicting"):
-        done = client.store.evict(collection=collection, to_bytes=to_bytes or 0, dry_run=dry_run)
-    _tell(ctx, done, out)
+    with target.open(out, models=False) as client, bar(out, "evicting") as progress:
+        work = client.store.evict(
+            collection=collection, to_bytes=to_bytes or 0, dry_run=dry_run, on_progress=progress.job
+        )
+    _tell(ctx, work.change, out)
 
 
 @store.command()
@@ -173,9 +175,9 @@ def compact(ctx: click.Context, dry_run: bool, target: Target, out: Output) -> N
 
     Block files need none of this: each goes as a whole. On PostgreSQL this is VACUUM.
     """
-    with target.open(out, models=False) as client, bar(out, "compacting"):
-        done = client.store.compact(dry_run=dry_run)
-    _tell(ctx, done, out)
+    with target.open(out, models=False) as client, bar(out, "compacting") as progress:
+        work = client.store.compact(dry_run=dry_run, on_progress=progress.job)
+    _tell(ctx, work.change, out)
 
 
 @store.command()
@@ -189,9 +191,10 @@ def quarantine(ctx: click.Context, purge: bool, dry_run: bool, target: Target, o
 
     Exit code 3 where something could not be removed.
     """
-    with target.open(out, models=False) as client, bar(out, "looking"):
+    with target.open(out, models=False) as client, bar(out, "looking") as progress:
         if purge:
-            _tell(ctx, client.store.purge_quarantine(dry_run=dry_run), out)
+            work = client.store.purge_quarantine(dry_run=dry_run, on_progress=progress.job)
+            _tell(ctx, work.change, out)
             return
         found = client.store.quarantine()
     out.rows(

@@ -136,8 +136,8 @@ def snapshot() -> None:
 @output_options
 def create(dry_run: bool, target: Target, out: Output) -> None:
     """Keep the store as it is now. Block files are shared: they take no space until they are let go of."""
-    with target.open(out, models=False) as client, bar(out, "copying"):
-        made = client.store.create_snapshot(dry_run=dry_run)
+    with target.open(out, models=False) as client, bar(out, "copying") as progress:
+        made = client.store.create_snapshot(dry_run=dry_run, on_progress=progress.job).snapshot
     out.fields(
         made,
         [

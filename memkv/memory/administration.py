@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -23,22 +23,23 @@ from memkv.store import Store
 from memkv.store.archives import Archives
 from memkv.store.block_file import file_name
 from memkv.store.catalog_restores import begin_restore
+from memkv.store.ids import new_id
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
 from memkv.store.snapshots import check_snapshot
+from memkv.store.upkeep import Removed
 from memkv.wire import (
     ArchiveFile,
     ArchiveList,
     ArchiveWork,
+    ChangeWork,
     Job,
     Page,
     PageRequest,
     Quarantine,
-    Request,
     Snapshot,
     SnapshotCreate,
     SnapshotList,
     SnapshotWork,
-    StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
@@ -71,13 +72,11 @@ class Administration:
 
     Args:
         archives: what may be exported to and imported from by name.
-        drop: lets an engine's pool forget keys whose files were removed.
     """
 
-    def __init__(self, store: Store, archives: Archives, drop: Callable[[Iterable[str]], None]) -> None:
+    def __init__(self, store: Store, archives: Archives) -> None:
         self._store = store
         self._archives = archives
-        self._drop = drop
 
     def files(self, page: PageRequest, *, collection: str = "", unused: bool = False) -> Page[StoreFile]:
         """Block files in order of their keys. Raises `CollectionNotFound`."""
@@ -106,27 +105,25 @@ class Administration:
         """What was set aside, and why."""
         return quarantine_reply(self._store.upkeep.quarantined())
 
-    def purge(self, request: StorePurge) -> StoreChange:
-        """Removes what was set aside."""
-        return change_reply(
-            self._store.upkeep.purge_quarantine(dry_run=request.dry_run), dry_run=request.dry_run
-        )
+    def purge(self, request: StorePurge) -> ChangeWork:
+        """Queues removing what was set aside."""
+        return self._change("purge", request, self._store.upkeep.purge_quarantine(dry_run=True))
 
-    def gc(self, request: StoreGC) -> StoreChange:
-        """Removes what nothing refers to. Raises `ConflictError` where that is most of the store."""
-        removed = self._store.upkeep.collect_garbage(dry_run=request.dry_run, force=request.force)
-        self._drop(removed.released)
-        return change_reply(removed, dry_run=request.dry_run)
+    def gc(self, request: StoreGC) -> ChangeWork:
+        """Queues removing what nothing refers to. Raises `ConflictError` where that is most of the store."""
+        if not request.dry_run and not request.force:
+            self._store.upkeep.require_little_garbage()
+        return self._change("gc", request, self._store.upkeep.collect_garbage(dry_run=True))
 
-    def evict(self, request: StoreEvict) -> StoreChange:
-        """Removes KV, what was used longest ago first. Raises `CollectionNotFound`."""
+    def evict(self, request: StoreEvict) -> ChangeWork:
+        """Queues removing KV, what was used longest ago first. Raises `CollectionNotFound`."""
         collection = self._collection(request.collection) if request.collection else None
-        removed = self._store.upkeep.evict(collection, to_bytes=request.to_bytes, dry_run=request.dry_run)
-        return change_reply(removed, dry_run=request.dry_run)
+        plan = self._store.upkeep.evict(collection, to_bytes=request.to_bytes, dry_run=True)
+        return self._change("evict", request, plan, collection.id if collection else "")
 
-    def compact(self, request: StoreCompact) -> StoreChange:
-        """Gives the space of deleted rows back to the disk of the database."""
-        return change_reply(self._store.upkeep.compact(dry_run=request.dry_run), dry_run=request.dry_run)
+    def compact(self, request: StoreCompact) -> ChangeWork:
+        """Queues giving the space of deleted rows back to the disk of the database."""
+        return self._change("compact", request, self._store.upkeep.compact(dry_run=True))
 
     def verify(self, request: StoreVerify) -> StoreWork:
         """Queues a check of the database, of every block file and of every index.
@@ -176,13 +173,15 @@ class Administration:
         """
         path = self._archives.vacant(request.archive)
         plan = plan_export(self._store, path, request.collections, with_kv=request.kv)
-        job = None if request.dry_run else self._create_job("export", "documents", request)
+        job = (
+            None if request.dry_run else self._create_job("export", "documents", msgspec.to_builtins(request))
+        )
         return ArchiveWork(dry_run=request.dry_run, job=job, exported=plan)
 
     def import_(self, request: StoreImport) -> ArchiveWork:
         """Queues ingesting an archive; with `dry_run`, checking it. Raises `NotFoundError`."""
         self._archives.existing(request.archive)
-        job = self._create_job("import", "documents", request)
+        job = self._create_job("import", "documents", msgspec.to_builtins(request))
         return ArchiveWork(dry_run=request.dry_run, job=job)
 
     def archives(self) -> ArchiveList:
@@ -193,10 +192,14 @@ class Administration:
         """Raises `NotFoundError`."""
         self._archives.delete(name)
 
-    def create_snapshot(self, request: SnapshotCreate) -> Snapshot:
-        """Keeps the store as it is now. Raises what `Snapshots.create` does."""
-        snapshots = self._store.snapshots
-        return Snapshot(**asdict(snapshots.plan() if request.dry_run else snapshots.create()))
+    def create_snapshot(self, request: SnapshotCreate) -> SnapshotWork:
+        """Queues keeping the store as it is when the job runs."""
+        plan = Snapshot(**asdict(self._store.snapshots.plan()))
+        if request.dry_run:
+            return SnapshotWork(dry_run=True, snapshot=plan)
+        # Its id is known before it is made: after a kill the job sees whether it was.
+        job = self._create_job("snapshot", "files", {"snapshot": new_id("snp")})
+        return SnapshotWork(dry_run=False, snapshot=plan, job=job)
 
     def snapshots(self) -> SnapshotList:
         """What was kept, the oldest first."""
@@ -221,19 +224,34 @@ class Administration:
         """Raises `NotFoundError`."""
         self._store.snapshots.delete(snapshot_id)
 
+    def _change(
+        self,
+        kind: str,
+        request: StoreGC | StoreEvict | StoreCompact | StorePurge,
+        plan: Removed,
+        collection_id: str = "",
+    ) -> ChangeWork:
+        """The job finds room for itself on a full disk: it is there to make some."""
+        job = None
+        if not request.dry_run:
+            job = self._store.reserve.spend_on(
+                lambda: self._create_job(kind, "files", msgspec.to_builtins(request), collection_id)
+            )
+        return ChangeWork(dry_run=request.dry_run, change=change_reply(plan, dry_run=True), job=job)
+
     def _queue(
         self, kind: str, collection_id: str, arguments: Mapping[str, object], plan: StoreWork
     ) -> StoreWork:
         if plan.dry_run:
             return plan
-        row = self._store.jobs.create(
-            DEFAULT_TENANT, collection_id, kind, (), unit="files", arguments=arguments
-        )
-        return msgspec.structs.replace(plan, job=job_reply(row, "", ()))
+        job = self._create_job(kind, "files", arguments, collection_id)
+        return msgspec.structs.replace(plan, job=job)
 
-    def _create_job(self, kind: str, unit: str, request: Request) -> Job:
-        arguments = msgspec.to_builtins(request)
-        row = self._store.jobs.create(DEFAULT_TENANT, "", kind, (), unit=unit, arguments=arguments)
+    def _create_job(
+        self, kind: str, unit: str, arguments: Mapping[str, object], collection_id: str = ""
+    ) -> Job:
+        jobs = self._store.jobs
+        row = jobs.create(DEFAULT_TENANT, collection_id, kind, (), unit=unit, arguments=arguments)
         return job_reply(row, "", ())
 
     def _collection(self, name: str) -> CollectionRow:

@@ -76,6 +76,7 @@ class Memory(StoredMemory):
         self._ingestion = Ingestion(parts, self._collections)
         self._ingestion.start()
         self._maintenance.start()
+        self._clearance.start()
         self._warm_up = WarmUp(parts, self._collections)
         self._warm_up.start()
 
@@ -97,6 +98,7 @@ class Memory(StoredMemory):
         try:
             self._ingestion.stop()
             self._maintenance.stop()
+            self._clearance.stop()
             self._warm_up.stop()
         finally:
             self._parts.close(drain_seconds)
@@ -143,6 +145,7 @@ class Memory(StoredMemory):
             "engine": _check(lambda: self._parts.engine.stats().alive, "the engine's thread has ended"),
             "jobs": _check(lambda: self._ingestion.is_alive, "the job thread has ended; see the log"),
             "maintenance": _check(lambda: self._maintenance.is_alive, "its thread has ended; see the log"),
+            "clearance": _check(lambda: self._clearance.is_alive, "its thread has ended; see the log"),
         }
         ok = all(check.ok for check in checks.values())
         return Readiness(status="ready" if ok else "not_ready", checks=checks)

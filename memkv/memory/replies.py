@@ -34,6 +34,7 @@ from memkv.wire import (
     Problem,
     Quarantine,
     QuarantinedFile,
+    Snapshot,
     StoreChange,
     StoreFile,
     StoreReference,
@@ -135,6 +136,8 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         verification=_result(row, "verification", StoreVerification),
         exported=_result(row, "exported", Exported),
         imported=_result(row, "imported", Imported),
+        change=_result(row, "change", StoreChange),
+        snapshot=_result(row, "snapshot", Snapshot),
     )
 
 

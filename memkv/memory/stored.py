@@ -14,6 +14,7 @@ from memkv.errors import BadRequestError, CollectionNotFound, ConflictError
 from memkv.kv.fingerprint import Fingerprint
 from memkv.memory.access_keys import AccessKeys
 from memkv.memory.administration import Administration
+from memkv.memory.clearance import Clearance
 from memkv.memory.maintenance import Abilities, Maintenance
 from memkv.memory.metrics import Metric, store_metrics
 from memkv.memory.replies import (
@@ -68,7 +69,8 @@ class StoredMemory:
         self._store = store
         self._archives = Archives(Path(config.store.data_dir).absolute())
         self._maintenance = Maintenance(store, config.store, self._abilities())
-        self.admin = Administration(store, self._archives, self._drop)
+        self._clearance = Clearance(store, self._drop)
+        self.admin = Administration(store, self._archives)
         self.keys = AccessKeys(store.catalog)
 
     @classmethod
@@ -76,11 +78,13 @@ class StoredMemory:
         """Raises what `Store.open` raises."""
         memory = StoredMemory(config, open_store(config))
         memory._maintenance.start()
+        memory._clearance.start()
         return memory
 
     def close(self, drain_seconds: float = 0.0) -> None:
         try:
             self._maintenance.stop()
+            self._clearance.stop()
         finally:
             self._store.close()
 

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from memkv.sdk import key_requests, plans, questions, requests, store_requests
+from memkv.sdk import key_requests, plans, questions, requests, store_plans, store_requests
 from memkv.sdk.binding import (
     AsyncResource,
     async_converses,
@@ -64,22 +64,22 @@ class AsyncStore(AsyncResource):
     files = async_lists(store_requests.list_files)
     file = async_sends(store_requests.get_file)
     quarantine = async_sends(store_requests.quarantine)
-    purge_quarantine = async_sends(store_requests.purge_quarantine)
-    gc = async_sends(store_requests.gc)
-    evict = async_sends(store_requests.evict)
-    compact = async_sends(store_requests.compact)
-    create_snapshot = async_sends(store_requests.create_snapshot)
+    purge_quarantine = async_follows(store_plans.purge_quarantine)
+    gc = async_follows(store_plans.collect_garbage)
+    evict = async_follows(store_plans.evict)
+    compact = async_follows(store_plans.compact)
+    create_snapshot = async_follows(store_plans.create_snapshot)
     snapshots = async_sends(store_requests.list_snapshots)
     delete_snapshot = async_sends(store_requests.delete_snapshot)
-    verify = async_follows(plans.verify_store)
-    warm = async_follows(plans.warm_store)
-    reprefill = async_follows(plans.reprefill_store)
-    export = async_follows(plans.export_store)
-    import_ = async_follows(plans.import_store)
+    verify = async_follows(store_plans.verify_store)
+    warm = async_follows(store_plans.warm_store)
+    reprefill = async_follows(store_plans.reprefill_store)
+    export = async_follows(store_plans.export_store)
+    import_ = async_follows(store_plans.import_store)
     archives = async_sends(store_requests.list_archives)
     delete_archive = async_sends(store_requests.delete_archive)
     check_snapshot = async_sends(store_requests.check_snapshot)
-    restore_snapshot = async_follows(plans.restore_snapshot)
+    restore_snapshot = async_follows(store_plans.restore_snapshot)
 
 
 class AsyncKeys(AsyncResource):

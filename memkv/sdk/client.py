@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from memkv.config import Config
-from memkv.sdk import key_requests, plans, questions, requests, store_requests
+from memkv.sdk import key_requests, plans, questions, requests, store_plans, store_requests
 from memkv.sdk.binding import Resource, Sender, converses, follows, lists, sends, streams
 from memkv.sdk.call import Call
 from memkv.sdk.http import Endpoint, failure, request_arguments
@@ -61,22 +61,22 @@ class Store(Resource):
     files = lists(store_requests.list_files)
     file = sends(store_requests.get_file)
     quarantine = sends(store_requests.quarantine)
-    purge_quarantine = sends(store_requests.purge_quarantine)
-    gc = sends(store_requests.gc)
-    evict = sends(store_requests.evict)
-    compact = sends(store_requests.compact)
-    create_snapshot = sends(store_requests.create_snapshot)
+    purge_quarantine = follows(store_plans.purge_quarantine)
+    gc = follows(store_plans.collect_garbage)
+    evict = follows(store_plans.evict)
+    compact = follows(store_plans.compact)
+    create_snapshot = follows(store_plans.create_snapshot)
     snapshots = sends(store_requests.list_snapshots)
     delete_snapshot = sends(store_requests.delete_snapshot)
-    verify = follows(plans.verify_store)
-    warm = follows(plans.warm_store)
-    reprefill = follows(plans.reprefill_store)
-    export = follows(plans.export_store)
-    import_ = follows(plans.import_store)
+    verify = follows(store_plans.verify_store)
+    warm = follows(store_plans.warm_store)
+    reprefill = follows(store_plans.reprefill_store)
+    export = follows(store_plans.export_store)
+    import_ = follows(store_plans.import_store)
     archives = sends(store_requests.list_archives)
     delete_archive = sends(store_requests.delete_archive)
     check_snapshot = sends(store_requests.check_snapshot)
-    restore_snapshot = follows(plans.restore_snapshot)
+    restore_snapshot = follows(store_plans.restore_snapshot)
 
 
 class Keys(Resource):

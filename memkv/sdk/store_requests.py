@@ -11,16 +11,15 @@ from memkv.sdk.requests import Order
 from memkv.wire import (
     ArchiveList,
     ArchiveWork,
+    ChangeWork,
     Page,
     PageRequest,
     Quarantine,
     Request,
-    Snapshot,
     SnapshotCreate,
     SnapshotList,
     SnapshotRestore,
     SnapshotWork,
-    StoreChange,
     StoreCollection,
     StoreCompact,
     StoreEvict,
@@ -90,43 +89,6 @@ def quarantine() -> Call[Quarantine]:
     )
 
 
-def purge_quarantine(*, dry_run: bool = False) -> Call[StoreChange]:
-    """Removes what was set aside."""
-    wanted = StorePurge(dry_run=dry_run)
-    return _change("/v1/store/quarantine/purge", wanted, lambda memory: memory.admin.purge(wanted))
-
-
-def gc(*, dry_run: bool = False, force: bool = False) -> Call[StoreChange]:
-    """Removes what nothing refers to. Raises `ConflictError` where that is most of the store."""
-    wanted = StoreGC(dry_run=dry_run, force=force)
-    return _change("/v1/store/gc", wanted, lambda memory: memory.admin.gc(wanted))
-
-
-def evict(*, collection: str | None = None, to_bytes: int = 0, dry_run: bool = False) -> Call[StoreChange]:
-    """Removes KV, what was used longest ago first, until `to_bytes` are left of it."""
-    wanted = StoreEvict(collection=collection, to_bytes=to_bytes, dry_run=dry_run)
-    return _change("/v1/store/evict", wanted, lambda memory: memory.admin.evict(wanted))
-
-
-def compact(*, dry_run: bool = False) -> Call[StoreChange]:
-    """Gives the space of deleted rows back to the disk of the database."""
-    wanted = StoreCompact(dry_run=dry_run)
-    return _change("/v1/store/compact", wanted, lambda memory: memory.admin.compact(wanted))
-
-
-def create_snapshot(*, dry_run: bool = False) -> Call[Snapshot]:
-    """Keeps the store as it is now: a copy of the database, and links to the block files."""
-    wanted = SnapshotCreate(dry_run=dry_run)
-    return Call(
-        method="POST",
-        path="/v1/store/snapshots",
-        reply=Snapshot,
-        body=wanted,
-        local=lambda memory: memory.admin.create_snapshot(wanted),
-        repeatable=False,
-    )
-
-
 def list_snapshots() -> Call[SnapshotList]:
     """What was kept, the oldest first."""
     return Call(
@@ -186,6 +148,33 @@ def start_import(wanted: StoreImport) -> Call[ArchiveWork]:
     return _archive("/v1/store/import", wanted, lambda memory: memory.admin.import_(wanted))
 
 
+def start_gc(wanted: StoreGC) -> Call[ChangeWork]:
+    return _change("/v1/store/gc", wanted, lambda memory: memory.admin.gc(wanted))
+
+
+def start_evict(wanted: StoreEvict) -> Call[ChangeWork]:
+    return _change("/v1/store/evict", wanted, lambda memory: memory.admin.evict(wanted))
+
+
+def start_compact(wanted: StoreCompact) -> Call[ChangeWork]:
+    return _change("/v1/store/compact", wanted, lambda memory: memory.admin.compact(wanted))
+
+
+def start_purge(wanted: StorePurge) -> Call[ChangeWork]:
+    return _change("/v1/store/quarantine/purge", wanted, lambda memory: memory.admin.purge(wanted))
+
+
+def start_snapshot(wanted: SnapshotCreate) -> Call[SnapshotWork]:
+    return Call(
+        method="POST",
+        path="/v1/store/snapshots",
+        reply=SnapshotWork,
+        body=wanted,
+        local=lambda memory: memory.admin.create_snapshot(wanted),
+        repeatable=False,
+    )
+
+
 def start_verify(wanted: StoreVerify) -> Call[StoreWork]:
     return _work("/v1/store/verify", wanted, lambda memory: memory.admin.verify(wanted))
 
@@ -198,8 +187,8 @@ def start_reprefill(wanted: StoreCollection) -> Call[StoreWork]:
     return _work("/v1/store/reprefill", wanted, lambda memory: memory.reprefill(wanted))
 
 
-def _change(path: str, wanted: Request, local: Callable[[Memory], StoreChange]) -> Call[StoreChange]:
-    return Call(method="POST", path=path, reply=StoreChange, body=wanted, local=local, repeatable=False)
+def _change(path: str, wanted: Request, local: Callable[[Memory], ChangeWork]) -> Call[ChangeWork]:
+    return Call(method="POST", path=path, reply=ChangeWork, body=wanted, local=local, repeatable=False)
 
 
 def _restore(snapshot_id: str, wanted: SnapshotRestore) -> Call[SnapshotWork]:

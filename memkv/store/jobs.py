@@ -15,12 +15,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from sqlalchemy import func, literal, or_, select, update
 
-from memkv.errors import JobNotFound, StoreFenced
+from memkv.errors import InsufficientStorageError, JobNotFound, StoreFenced
 from memkv.store.catalog_jobs import (
     CANCELLED,
     GIVEN_UP,
@@ -168,7 +169,7 @@ class Jobs:
         return self._claim(owner, kinds) if woken else None
 
     def progress(self, job_id: str, *, stage: str, done: int, total: int, unit: str) -> None:
-        """Reports on a running job; written to the database at most once a second."""
+        """Reports on a running job; written to the database once a second at most, on a full disk not."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
@@ -180,7 +181,7 @@ class Jobs:
             if due:
                 live.written_at = time.monotonic()
         if due:
-            with self._database.write() as transaction:
+            with suppress(InsufficientStorageError), self._database.write() as transaction:
                 transaction.connection.execute(
                     update(Job)
                     .where(Job.id == job_id, Job.status == "running")

@@ -29,6 +29,7 @@ from memkv.store.durable_files import Damage, read_file, replace_file, storage_e
 from memkv.store.ids import new_id
 from memkv.store.lock import StoreLock, take_advisory_lock
 from memkv.store.restored_keys import put_keys_aside
+from memkv.store.upkeep import Tell, tell_nobody
 
 _PIECE = 1 << 20
 _ID = re.compile(r"^snp_[0-9a-f]{32}\Z")
@@ -59,14 +60,19 @@ class Snapshots:
         for part in self._root.glob("*.part"):  # left by a kill
             shutil.rmtree(part, ignore_errors=True)
 
-    def create(self) -> Snapshot:
-        """Raises ConfigError, DatabaseUnavailable, InsufficientStorageError: no snapshot is left."""
-        snapshot_id = new_id("snp")
+    def create(self, snapshot_id: str = "", *, on_progress: Tell = tell_nobody) -> Snapshot:
+        """A new snapshot, of this id where one is given; where that is made already, it is left as it is.
+
+        Raises ConfigError, DatabaseUnavailable, InsufficientStorageError: no snapshot is left.
+        """
+        snapshot_id = snapshot_id or new_id("snp")
+        if (made := _read(self._root / snapshot_id)) is not None:
+            return made
         part = self._root / f"{snapshot_id}.part"
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
             part.mkdir(mode=0o700)
-            snapshot = self._fill(part, snapshot_id)
+            snapshot = self._fill(part, snapshot_id, on_progress)
             os.rename(part, self._root / snapshot_id)
             sync_directory(self._root)
         except OSError as error:
@@ -91,11 +97,14 @@ class Snapshots:
         os.rename(path, part)
         shutil.rmtree(part, ignore_errors=True)
 
-    def _fill(self, part: Path, snapshot_id: str) -> Snapshot:
+    def _fill(self, part: Path, snapshot_id: str, on_progress: Tell) -> Snapshot:
         generation = self._catalog.generation()
+        on_progress(0, self._catalog.kv_totals()[0])
         database_bytes = back_up(self._database, part / "database")
         files = size = 0
-        for row in self._catalog.files_of_all_tenants():
+        rows = self._catalog.files_of_all_tenants()
+        for done, row in enumerate(rows):
+            on_progress(done, len(rows))
             name = file_name(row.input_key, row.file_digest)
             shard = part / "blocks" / name[:2]
             shard.mkdir(mode=0o700, parents=True, exist_ok=True)

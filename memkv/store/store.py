@@ -78,7 +78,11 @@ class Recovery:
 
 
 class Store:
-    """Made by `Store.open`; close it, or use it as a context manager. Thread-safe."""
+    """Made by `Store.open`; close it, or use it as a context manager. Thread-safe.
+
+    Attributes:
+        reserve: to be spent on what makes room on a full disk.
+    """
 
     def __init__(
         self,
@@ -111,8 +115,8 @@ class Store:
         self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes, reserve)
         self.uses = Uses(self.catalog)
         self.snapshots = Snapshots(data_dir, self.store_id, database, self.catalog)
-        self._reserve = reserve
-        self._reserve.fill(leaving=RESERVE_BYTES)
+        self.reserve = reserve
+        self.reserve.fill(leaving=RESERVE_BYTES)
         self._held = held
         self._closed = False
 
@@ -192,17 +196,17 @@ class Store:
 
     def delete_document(self, tenant: str, collection_id: str, document: str) -> Change:
         """Once it returns, no search finds the document. Raises DocumentNotFound."""
-        change = self._reserve.spend_on(lambda: self.catalog.delete_document(tenant, collection_id, document))
+        change = self.reserve.spend_on(lambda: self.catalog.delete_document(tenant, collection_id, document))
         self._follow(tenant, change)
-        self._reserve.fill()
+        self.reserve.fill()
         return change
 
     def delete_collection(self, tenant: str, name: str) -> DeletedCollection:
         """Raises CollectionNotFound."""
-        deleted = self._reserve.spend_on(lambda: self.catalog.delete_collection(tenant, name))
+        deleted = self.reserve.spend_on(lambda: self.catalog.delete_collection(tenant, name))
         self.indexes.drop(deleted.collection_id)
         self.chunks.reclaim(deleted.released.files)
-        self._reserve.fill()
+        self.reserve.fill()
         self.jobs.announce()
         return deleted
 

@@ -5,11 +5,12 @@ Everything here only removes what is derived: a key whose KV is gone is prefille
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,13 @@ from memkv.store.vector_index import VectorIndexes
 
 _MOST_OF_A_STORE = 0.2  # more garbage than this share of all files is a wrong database more often than not
 _FEW_FILES = 16  # so many may go without a word
+_BATCH = 256  # files evicted between two looks at whether to go on
+
+Tell = Callable[[int, int], None]  # files so far and in all; what it raises ends the work between two of them
+
+
+def tell_nobody(done: int, total: int) -> None:
+    """For those who do not ask how far the work is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,9 @@ class Upkeep:
         self._indexes = indexes
         self._reserve = reserve  # rows go even on a full disk
 
-    def collect_garbage(self, *, dry_run: bool = False, force: bool = False) -> Removed:
+    def collect_garbage(
+        self, *, dry_run: bool = False, force: bool = False, on_progress: Tell = tell_nobody
+    ) -> Removed:
         """Removes files whose key nothing refers to, files that no row names, and indexes of no collection.
 
         What a job published that is not done yet is left alone.
@@ -90,17 +100,28 @@ class Upkeep:
         if dry_run:
             return Removed(len(files), sum(files), before, before - sum(files))
         self._require_few(len(unused) + len(orphans), force)
-        released = self._reserve.spend_on(self._chunks.release_all_unused)
-        removed = self._chunks.orphans(remove=True)
-        gone = len(released) + sum(orphan.removed for orphan in removed) + sum(map(_unlink, indexes))
-        self._reserve.spend_on(self._catalog.forget_uses)
-        self._reserve.fill()
+        with self._making_room():
+            on_progress(0, len(files))
+            released = self._reserve.spend_on(self._chunks.release_all_unused)
+            on_progress(len(released), len(files))
+            removed = self._chunks.orphans(remove=True)
+            gone = len(released) + sum(orphan.removed for orphan in removed) + sum(map(_unlink, indexes))
+            self._reserve.spend_on(self._catalog.forget_uses)
         after = self.disk_bytes()
         keys = tuple(row.input_key for row in released)
-        return Removed(gone, before - after, before, after, max(0, len(files) - gone), keys)
+        return Removed(gone, max(0, before - after), before, after, max(0, len(files) - gone), keys)
+
+    def require_little_garbage(self) -> None:
+        """Raises ConflictError where `collect_garbage` would without `force`."""
+        self._require_few(len(self._catalog.unused_files()) + len(self._chunks.orphans()), False)
 
     def evict(
-        self, collection: CollectionRow | None = None, *, to_bytes: int = 0, dry_run: bool = False
+        self,
+        collection: CollectionRow | None = None,
+        *,
+        to_bytes: int = 0,
+        dry_run: bool = False,
+        on_progress: Tell = tell_nobody,
     ) -> Removed:
         """Removes KV, what was used longest ago first, until at most `to_bytes` are left of chunks' files.
 
@@ -112,13 +133,16 @@ class Upkeep:
         before = self.disk_bytes()
         if dry_run:
             return Removed(len(chosen), size, before, before - size)
-        self._reserve.spend_on(lambda: self._chunks.evict(chosen))
-        self._reserve.fill()
+        with self._making_room():
+            for first in range(0, len(chosen), _BATCH):
+                on_progress(first, len(chosen))
+                batch = chosen[first : first + _BATCH]
+                self._reserve.spend_on(functools.partial(self._chunks.evict, batch))
         left = {orphan.name for orphan in self._chunks.orphans()}
         failed = sum(file_name(row.input_key, row.file_digest) in left for row in chosen)
         after = self.disk_bytes()
         keys = tuple(row.input_key for row in chosen)
-        return Removed(len(chosen) - failed, before - after, before, after, failed, keys)
+        return Removed(len(chosen) - failed, max(0, before - after), before, after, failed, keys)
 
     def quarantined(self) -> list[QuarantinedFile]:
         """What is set aside, the oldest first."""
@@ -138,7 +162,7 @@ class Upkeep:
                     )
         return sorted(found, key=lambda file: (file.time, file.name))
 
-    def purge_quarantine(self, *, dry_run: bool = False) -> Removed:
+    def purge_quarantine(self, *, dry_run: bool = False, on_progress: Tell = tell_nobody) -> Removed:
         """Removes what is set aside, and the reasons."""
         files = self.quarantined()
         before = self.disk_bytes()
@@ -146,12 +170,13 @@ class Upkeep:
         if dry_run:
             return Removed(len(files), size, before, before - size)
         gone = 0
-        for file in files:
+        for done, file in enumerate(files):
+            on_progress(done, len(files))
             # The reason first: one whose file is gone would be found, and removed, by nobody.
             _unlink(self._quarantine / f"{file.name}.json")
             gone += _remove(self._quarantine / file.name)
         after = self.disk_bytes()
-        return Removed(gone, before - after, before, after, len(files) - gone)
+        return Removed(gone, max(0, before - after), before, after, len(files) - gone)
 
     def compact(self, *, dry_run: bool = False) -> Removed:
         """Gives the space of deleted rows back to the disk. Block files need none: each is removed whole."""
@@ -170,6 +195,14 @@ class Upkeep:
     def disk_bytes(self) -> int:
         """Bytes of everything under blocks/, indexes/ and quarantine/."""
         return sum(_tree_bytes(self._data_dir / name) for name in ("blocks", "indexes", "quarantine"))
+
+    @contextmanager
+    def _making_room(self) -> Iterator[None]:
+        """Takes the reserve again afterwards, whatever became of it."""
+        try:
+            yield
+        finally:
+            self._reserve.fill()
 
     def _stray_indexes(self) -> list[Path]:
         known = self._catalog.collection_ids()

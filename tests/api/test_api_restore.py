@@ -50,7 +50,7 @@ def test_the_store_is_as_it_was_and_the_same_server_serves_it(
 ) -> None:
     client.collections.get_or_create("c")
     client.documents.create("c", text="What was there before.", external_id="before")
-    made = client.store.create_snapshot()
+    made = client.store.create_snapshot().snapshot
     client.documents.create("c", text="What came after it.", external_id="after")
     assert client.store.check_snapshot(made.id).snapshot == made
     assert client.documents.retrieve("c", "after").status == "ready", "it was only looked at"
@@ -75,7 +75,7 @@ def test_the_store_is_as_it_was_and_the_same_server_serves_it(
 def test_a_damaged_snapshot_is_refused_and_nothing_stops(
     client: MemKV, process: subprocess.Popen[str]
 ) -> None:
-    made = client.store.create_snapshot()
+    made = client.store.create_snapshot().snapshot
     place: Path = process.place  # type: ignore[attr-defined]
     database = place / "data" / "snapshots" / made.id / "database"
     data = bytearray(database.read_bytes())
@@ -91,7 +91,7 @@ def test_a_damaged_snapshot_is_refused_and_nothing_stops(
 
 
 def test_who_does_not_wait_finds_the_job(client: MemKV) -> None:
-    made = client.store.create_snapshot()
+    made = client.store.create_snapshot().snapshot
     started = client.store.restore_snapshot(made.id, wait=False).job
     assert started is not None
     assert started.status == "running"

@@ -16,6 +16,7 @@ from memkv.wire import (
     Accepted,
     ArchiveList,
     ArchiveWork,
+    ChangeWork,
     Imported,
     Job,
     Page,
@@ -23,7 +24,6 @@ from memkv.wire import (
     Snapshot,
     SnapshotList,
     SnapshotWork,
-    StoreChange,
     StoreFile,
     StoreFileDetail,
     StoreWork,
@@ -81,10 +81,16 @@ def test_a_check(http: httpx2.Client, filled: str) -> None:
 def test_evicted_made_again_and_warmed(http: httpx2.Client, filled: str) -> None:
     before = files_of(http, filled)
     asked = {"collection": filled, "dry_run": True}
-    plan = reply(http.post("/v1/store/evict", json=asked), 200, StoreChange)
-    assert plan.dry_run
-    done = reply(http.post("/v1/store/evict", json={"collection": filled}), 200, StoreChange)
+    planned = reply(http.post("/v1/store/evict", json=asked), 200, ChangeWork)
+    assert (planned.dry_run, planned.job) == (True, None)
+    plan = planned.change
+    evicted = finished(http, http.post("/v1/store/evict", json={"collection": filled}), ChangeWork)
+    done = evicted.change
+    assert done is not None
+    assert (evicted.kind, evicted.collection) == ("evict", filled)
     assert (done.files, done.failed) == (plan.files, 0)
+    assert (evicted.counts.bytes_before, evicted.counts.bytes_after) == (done.bytes_before, done.bytes_after)
+    assert done.bytes_before > done.bytes_after
     assert len(files_of(http, filled)) == len(before) - plan.files
     job = finished(http, http.post("/v1/store/reprefill", json={"collection": filled}))
     assert job.counts.chunks_prefilled == plan.files
@@ -96,33 +102,55 @@ def test_evicted_made_again_and_warmed(http: httpx2.Client, filled: str) -> None
     problem(http.post("/v1/store/warm", json={"collection": "nothing"}), 404, "collection_not_found")
 
 
-def test_garbage_quarantine_and_compaction(http: httpx2.Client, filled: str) -> None:
-    for path in ("gc", "compact", "quarantine/purge"):
-        for dry_run in (True, False):
-            answered = http.post(f"/v1/store/{path}", json={"dry_run": dry_run})
-            changed = reply(answered, 200, StoreChange)
-            assert (changed.dry_run, changed.failed) == (dry_run, 0)
+@pytest.mark.parametrize("path", ["gc", "compact", "quarantine/purge"])
+def test_garbage_quarantine_and_compaction(http: httpx2.Client, filled: str, path: str) -> None:
+    would = reply(http.post(f"/v1/store/{path}", json={"dry_run": True}), 200, ChangeWork)
+    assert (would.dry_run, would.change.dry_run, would.job) == (True, True, None)
+    job = finished(http, http.post(f"/v1/store/{path}", json={}), ChangeWork)
+    assert job.change is not None
+    assert (job.change.dry_run, job.change.failed) == (False, 0)
     assert reply(http.get("/v1/store/quarantine"), 200, Quarantine) == Quarantine(files=[], bytes=0)
     files = files_of(http, filled)
     assert msgspec.to_builtins(files[0])["chunks"] == 1
-    problem(http.post("/v1/store/gc", json={"all": True}), 400, "bad_request")
+    problem(http.post(f"/v1/store/{path}", json={"all": True}), 400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("gc", ChangeWork), ("snapshots", SnapshotWork), ("verify", StoreWork)]
+)
+def test_who_waits_gets_the_finished_job(
+    http: httpx2.Client, filled: str, path: str, kind: type[ChangeWork]
+) -> None:
+    for how in ({"params": {"wait": 60}}, {"headers": {"prefer": "respond-async, wait=60"}}):
+        answered = http.post(f"/v1/store/{path}", json={}, **how)
+        work = reply(answered, 200, kind)
+        assert answered.headers["location"] == f"/v1/jobs/{work.job.id}"
+        assert work.job.status == "succeeded"
+    problem(http.post(f"/v1/store/{path}", json={}, params={"wait": -1}), 400, "bad_request")
+    problem(http.post(f"/v1/store/{path}", json={}, params={"wait": "nan"}), 400, "bad_request")
 
 
 def test_snapshots(http: httpx2.Client, filled: str) -> None:
     before = reply(http.get("/v1/store/snapshots"), 200, SnapshotList)
-    planned = reply(http.post("/v1/store/snapshots", json={"dry_run": True}), 201, Snapshot)
+    planned = reply(http.post("/v1/store/snapshots", json={"dry_run": True}), 200, SnapshotWork).snapshot
     assert (planned.id, planned.kv_files > 0) == ("", True)
     assert reply(http.get("/v1/store/snapshots"), 200, SnapshotList) == before
-    made = reply(http.post("/v1/store/snapshots", json={}), 201, Snapshot)
+    made = made_snapshot(http)
     assert made in reply(http.get("/v1/store/snapshots"), 200, SnapshotList).data
     assert http.delete(f"/v1/store/snapshots/{made.id}").status_code == 204
     assert made not in reply(http.get("/v1/store/snapshots"), 200, SnapshotList).data
     problem(http.delete(f"/v1/store/snapshots/{made.id}"), 404, "not_found")
 
 
+def made_snapshot(http: httpx2.Client) -> Snapshot:
+    job = finished(http, http.post("/v1/store/snapshots", json={}), SnapshotWork)
+    assert job.snapshot is not None
+    return job.snapshot
+
+
 def test_a_snapshot_is_restored_only_by_who_serves_again(http: httpx2.Client, filled: str) -> None:
     """`test_api_restore.py` has a server that does."""
-    made = reply(http.post("/v1/store/snapshots", json={}), 201, Snapshot)
+    made = made_snapshot(http)
     path = f"/v1/store/snapshots/{made.id}/restore"
     could = reply(http.post(path, json={"dry_run": True}), 200, SnapshotWork)
     assert (could.dry_run, could.snapshot, could.job) == (True, made, None)

@@ -21,7 +21,7 @@ from memkv.store.durable_files import Damage
 from memkv.store.rows import Change, KVFileRow, Released
 from memkv.store.snapshots import Snapshot, Snapshots
 from memkv.store.tables import Chunk
-from memkv.store.upkeep import Upkeep
+from memkv.store.upkeep import Tell, Upkeep
 
 
 def _deletes_in_two_steps() -> None:
@@ -68,11 +68,10 @@ def _compaction_empties_first() -> None:
 def _snapshot_in_place() -> None:
     """A snapshot has its name before it is whole."""
 
-    def in_place(self: Snapshots) -> Snapshot:
-        snapshot_id = "snp_" + "0" * 32
+    def in_place(self: Snapshots, snapshot_id: str, *, on_progress: Tell) -> Snapshot:
         place = self._root / snapshot_id
         place.mkdir(mode=0o700, parents=True)
-        return self._fill(place, snapshot_id)
+        return self._fill(place, snapshot_id, on_progress)
 
     Snapshots.create = in_place  # type: ignore[method-assign]
 

@@ -24,17 +24,20 @@ from memkv.engine.residency import ChunkRef
 from memkv.errors import DocumentNotFound, MemKVError
 from memkv.memory import Memory
 from memkv.wire import (
+    ChangeWork,
     CollectionCreate,
     DocumentCreate,
     PageRequest,
     QueryRequest,
     SnapshotCreate,
+    SnapshotWork,
     StoreCollection,
     StoreCompact,
     StoreEvict,
     StoreGC,
     StorePurge,
     StoreVerify,
+    StoreWork,
 )
 
 NAME = "c"
@@ -73,7 +76,7 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
     if piece in ("gc", "start"):
         make_garbage(memory)
     if piece == "reprefill":
-        memory.admin.evict(StoreEvict(to_bytes=0))
+        end(memory, memory.admin.evict(StoreEvict(to_bytes=0)))
     if piece == "import":
         memory.export(_archive(memory), with_kv=True)
         delete(memory, said, "one")
@@ -82,7 +85,7 @@ def _prepare_open(memory: Memory, said: Journal, piece: str, round_: int) -> Non
         for kept in memory.admin.snapshots().data:
             memory.admin.delete_snapshot(kept.id)
     if piece == "restore":
-        memory.admin.create_snapshot(SnapshotCreate())
+        end(memory, memory.admin.create_snapshot(SnapshotCreate()))
         put(memory, said, "one", [(round_ + 1) % 4000])
         delete(memory, said, "eight")
         for name, notes in brought(round_).items():
@@ -133,6 +136,13 @@ def delete(memory: Memory, said: Journal, name: str) -> None:
     said.done(name, None)
 
 
+def end(memory: Memory, work: ChangeWork | SnapshotWork | StoreWork) -> None:
+    """Waits for the job that was started."""
+    assert work.job is not None
+    job = memory.wait_job(work.job.id, _PATIENCE)
+    assert job.status == "succeeded", job
+
+
 def make_garbage(memory: Memory) -> None:
     """A file whose key nothing refers to, and one that no row names."""
     opened = memory._collections.by_name("default", NAME)
@@ -176,21 +186,21 @@ def _delete(memory: Memory, said: Journal, _: int) -> None:
 
 
 def _gc(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.gc(StoreGC(force=True))
+    end(memory, memory.admin.gc(StoreGC(force=True)))
 
 
 def _compact(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.compact(StoreCompact())
+    end(memory, memory.admin.compact(StoreCompact()))
 
 
 def _evict(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.evict(StoreEvict(to_bytes=0))
+    end(memory, memory.admin.evict(StoreEvict(to_bytes=0)))
 
 
 def _reprefill(memory: Memory, _: Journal, __: int) -> None:
     work = memory.reprefill(StoreCollection(collection=NAME))
     if work.job is not None:
-        memory.wait_job(work.job.id, _PATIENCE)
+        end(memory, work)
 
 
 def _heal(memory: Memory, _: Journal, round_: int) -> None:
@@ -199,13 +209,11 @@ def _heal(memory: Memory, _: Journal, round_: int) -> None:
 
 
 def _repair(memory: Memory, _: Journal, __: int) -> None:
-    work = memory.admin.verify(StoreVerify(full=True, repair=True))
-    assert work.job is not None
-    memory.wait_job(work.job.id, _PATIENCE)
+    end(memory, memory.admin.verify(StoreVerify(full=True, repair=True)))
 
 
 def _purge(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.purge(StorePurge())
+    end(memory, memory.admin.purge(StorePurge()))
 
 
 def _start(memory: Memory, _: Journal, __: int) -> None:
@@ -221,7 +229,7 @@ def _import(memory: Memory, said: Journal, round_: int) -> None:
 
 
 def _snapshot(memory: Memory, _: Journal, __: int) -> None:
-    memory.admin.create_snapshot(SnapshotCreate())
+    end(memory, memory.admin.create_snapshot(SnapshotCreate()))
 
 
 PIECES: dict[str, Callable[[Memory, Journal, int], None]] = {
@@ -312,7 +320,7 @@ def _check_open(memory: Memory, states: dict[str, set[State]], damaged: bool) ->
     found += wait_for_jobs(memory)
     for name, possible in states.items():
         found += check_document(memory, name, possible)
-    memory.admin.gc(StoreGC(force=True))
+    end(memory, memory.admin.gc(StoreGC(force=True)))
     left = memory.verify_store(full=True)
     found += [f"after gc: {p.kind} {p.detail}" for p in left.problems]
     memory._parts.engine.check_integrity()

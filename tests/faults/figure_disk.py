@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fault_journal import Journal
-from fault_life import NAME, calls, check_answer, put
+from fault_life import NAME, calls, check_answer, end, put
 from fault_model import document_text, fake_models, fault_config
 from fault_place import SQLITE, Outcome, Place, Stage, Unavailable
 from fault_process import SIGKILLED
@@ -103,7 +103,7 @@ def ingest_on_full_disk(disk: str, url: str | None, result: str, sizes: int, ste
             violations += [f"{size}: left in tmp: {left}"] if left else []
             if len(violations) > 20:
                 break
-        memory.admin.gc(StoreGC(force=True))
+        end(memory, memory.admin.gc(StoreGC(force=True)))
         violations += [f"at the end: {p.kind} {p.detail}" for p in memory.verify_store(full=True).problems]
     Path(result).write_text(json.dumps({"violations": violations, "notes": seen}))
 

@@ -20,7 +20,7 @@ CODE = """
 import os, sys
 sys.path[:0] = sys.argv[2:]
 from fault_journal import Journal
-from fault_life import NAME, put, delete
+from fault_life import NAME, delete, end, put
 from fault_model import fake_models, fault_config
 from fault_process import shim
 from memkv.memory import Memory
@@ -32,7 +32,7 @@ with fake_models(), Memory.open(fault_config(sys.argv[1])) as memory:
     memory.create_collection(CollectionCreate(name=NAME))
     put(memory, Journal(sys.argv[1] + ".journal"), "d", [1, 2])
     delete(memory, Journal(sys.argv[1] + ".journal"), "d")
-    memory.admin.gc(StoreGC())
+    end(memory, memory.admin.gc(StoreGC()))
 count = shim().fault_count()
 os.access("/fault/end", os.F_OK)
 print(count)

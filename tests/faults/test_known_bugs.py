@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_life import NAME, check_answer, replace_bytes
+from fault_life import NAME, check_answer, end, replace_bytes
 from fault_model import document_text, fake_models, fault_config, notes_of, question_for
 from small_disk import fill, resize, small_disk, used
 
@@ -321,7 +321,7 @@ def test_restic_3486_gc_and_deletion_work_on_a_full_disk(small_disk: Path) -> No
         fill(small_disk, "the rest")
         assert memory.verify_store(full=True).problems == []
         memory.forget(NAME, "gone")
-        memory.admin.gc(StoreGC(force=True))
+        end(memory, memory.admin.gc(StoreGC(force=True)))
         assert ask(memory, 1)[0] == [1]
         assert memory.verify_store(full=True).problems == []
 

@@ -20,12 +20,14 @@ from memkv.errors import (
 )
 from memkv.memory import Memory, StoredMemory
 from memkv.wire import (
+    ChangeWork,
     CollectionCreate,
     DocumentCreate,
     Generation,
     Job,
     PageRequest,
     QueryRequest,
+    SnapshotWork,
     StoreCollection,
     StoreEvict,
     StoreGC,
@@ -46,7 +48,7 @@ def filled(memory: Memory, name: str = "c", **settings: object) -> Memory:
     return memory
 
 
-def done(memory: StoredMemory, work: StoreWork) -> Job:
+def done(memory: StoredMemory, work: StoreWork | ChangeWork | SnapshotWork) -> Job:
     assert work.job is not None
     job = memory.wait_job(work.job.id, 60)
     assert job.status == "succeeded", job
@@ -122,7 +124,7 @@ def test_work_tells_bytes_before_and_after(open_memory: OpenMemory) -> None:
         )
 
     whole = on_disk()
-    memory.admin.evict(StoreEvict(collection="c"))
+    done(memory, memory.admin.evict(StoreEvict(collection="c")))
     less = on_disk()
     plan = memory.reprefill(StoreCollection(collection="c", dry_run=True))
     assert (plan.bytes_before, plan.bytes_after) == (less, whole) == (less, less + plan.bytes)
@@ -162,7 +164,7 @@ def test_chunks_are_prefilled_again_and_compared(open_memory: OpenMemory) -> Non
     kv = opened.kv.read(ref)
     assert kv is not None
     other = type(kv)(kv.layout, kv.num_tokens, bytes(len(kv.data)))
-    memory.admin.evict(StoreEvict(collection="c"))
+    done(memory, memory.admin.evict(StoreEvict(collection="c")))
     opened.kv.publish([(ref, other)])
     wrong = verified(memory, deep=1000)
     assert [problem.kind for problem in wrong.problems] == ["recomputed"]
@@ -174,7 +176,8 @@ def test_what_was_evicted_is_made_again(open_memory: OpenMemory) -> None:
     memory = filled(open_memory())
     before = answer(memory)
     files = len(block_files(memory))
-    evicted = memory.admin.evict(StoreEvict(collection="c"))
+    evicted = done(memory, memory.admin.evict(StoreEvict(collection="c"))).change
+    assert evicted is not None
     assert evicted.files == files - 1, "the prefix stays"
     assert evicted.bytes_after < evicted.bytes_before
     plan = memory.reprefill(StoreCollection(collection="c", dry_run=True))
@@ -263,7 +266,9 @@ def test_a_store_is_kept_without_any_model(open_memory: OpenMemory, tmp_path: Pa
         assert verified(stored).found == 0
         stored.forget("c", "a")
         stored.delete_collection("other")
-        assert stored.admin.gc(StoreGC()).files == 0, "deletion left something"
+        swept = done(stored, stored.admin.gc(StoreGC())).change
+        assert swept is not None
+        assert swept.files == 0, "deletion left something"
         assert stored.store_stats().pool == {}
         work = stored.admin.verify(StoreVerify(deep=3))
         assert work.job is not None
@@ -297,7 +302,7 @@ def test_a_check_that_a_stop_interrupts_goes_on_at_the_next_start(
 
 
 def _stopped() -> BaseException:
-    from memkv.memory.maintenance import _Stopped
+    from memkv.memory.job_thread import _Stopped
 
     return _Stopped()
 

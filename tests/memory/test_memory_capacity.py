@@ -120,10 +120,10 @@ def test_a_document_that_found_no_room_is_made_ready_when_there_is_some(
     assert found.error.code == InsufficientStorageError.code
     assert memory.store_stats().kv_bytes == used, "KV of a document that failed was left"
     assert memory.get_document("c", "a").status == "ready"
-    memory._maintenance._idle()
+    memory._maintenance.idle()
     assert memory.get_document("c", "b").status == "failed", "there is no more room than before"
     memory.update_collection("c", CollectionPatch(max_kv_bytes=used + 10 * need))
-    memory._maintenance._idle()
+    memory._maintenance.idle()
     [job] = memory.list_jobs(PageRequest(limit=1, order="desc")).data
     assert memory.wait_job(job.id, 60).status == "succeeded"
     assert memory.get_document("c", "b").status == "ready"
@@ -137,7 +137,7 @@ def test_a_full_disk_is_waited_out(memory: Memory, monkeypatch: pytest.MonkeyPat
 
         patch.setattr(os, "posix_fallocate", full)
         assert ingest(memory, "a") == "failed"
-    memory._maintenance._idle()
+    memory._maintenance.idle()
     [job] = memory.list_jobs(PageRequest(limit=1, order="desc")).data
     assert memory.wait_job(job.id, 60).status == "succeeded"
     assert memory.get_document("c", "a").status == "ready"

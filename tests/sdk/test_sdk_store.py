@@ -15,7 +15,7 @@ from memkv.errors import (
     MemKVError,
     NotFoundError,
 )
-from memkv.sdk import plans
+from memkv.sdk import store_plans
 from memkv.sdk.binding import follow
 from memkv.sdk.call import Call
 from memkv.wire import Job, JobCounts, JobProgress, Snapshot, SnapshotWork, problem_for
@@ -63,7 +63,7 @@ def test_archives_by_name(client: Any, collection: str) -> None:
 
 def test_a_snapshot_is_not_restored_under_an_open_store(client: Any) -> None:
     """Neither of these servers, nor a memory in this process, is opened again by anybody."""
-    made = client.store.create_snapshot()
+    made = client.store.create_snapshot().snapshot
     could = client.store.check_snapshot(made.id)
     assert (could.dry_run, could.snapshot, could.job) == (True, made, None)
     with pytest.raises(ConflictError) as caught:
@@ -112,7 +112,7 @@ STARTED = SnapshotWork(dry_run=False, snapshot=SNAPSHOT, job=job("running"))
 @pytest.mark.parametrize("away", [lambda: EngineClosed("it drains"), lambda: APIConnectionError("it is cut")])
 def test_a_server_that_is_away_while_it_restores_is_waited_for(away: Callable[[], MemKVError]) -> None:
     server = Restoring(STARTED, job("running"), *(away() for _ in range(19)), job("succeeded"))
-    work = follow(server, plans.restore_snapshot(SNAPSHOT.id))
+    work = follow(server, store_plans.restore_snapshot(SNAPSHOT.id))
     assert work.job == job("succeeded")
     assert server.answers == []
     assert server.asked[0].endswith("/restore")
@@ -121,7 +121,7 @@ def test_a_server_that_is_away_while_it_restores_is_waited_for(away: Callable[[]
 def test_a_server_that_stays_away_is_given_up() -> None:
     server = Restoring(STARTED, *(EngineClosed("it drains") for _ in range(20)))
     with pytest.raises(EngineClosed):
-        follow(server, plans.restore_snapshot(SNAPSHOT.id))
+        follow(server, store_plans.restore_snapshot(SNAPSHOT.id))
     assert server.answers == []
 
 
@@ -129,9 +129,9 @@ def test_what_the_job_failed_with_is_raised_at_once() -> None:
     """Although it is an error that a server which is away for a moment would give, too."""
     server = Restoring(STARTED, job("failed", failed_with=DatabaseUnavailable("pg_restore failed")))
     with pytest.raises(DatabaseUnavailable, match="pg_restore failed"):
-        follow(server, plans.restore_snapshot(SNAPSHOT.id))
+        follow(server, store_plans.restore_snapshot(SNAPSHOT.id))
 
 
 def test_who_does_not_wait_asks_once() -> None:
     server = Restoring(STARTED)
-    assert follow(server, plans.restore_snapshot(SNAPSHOT.id, wait=False)) == STARTED
+    assert follow(server, store_plans.restore_snapshot(SNAPSHOT.id, wait=False)) == STARTED

@@ -1,20 +1,19 @@
 """Runs a piece of a store's life in a forked child that kills itself at the N-th step that changes anything.
 
-Started once by test_crash.py; reads one JSON request a line and answers each with one line. A step is a call
-into the operating system that writes (through `os`), or a COMMIT: the child dies before it, or after it.
+A step is a call into the operating system that writes (through `os`), or a COMMIT: the child dies before it,
+or after it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forker import serve
 from sqlalchemy.engine.default import DefaultDialect
 from store_samples import commit, ingest, new_collection, samples_of
 
@@ -142,20 +141,5 @@ def run_child(request: dict[str, Any]) -> None:
     write(acknowledged, f"steps {killer.count}\n".encode())
 
 
-def main() -> None:
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                run_child(json.loads(line))
-                status = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run_child)

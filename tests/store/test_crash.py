@@ -6,15 +6,12 @@ MEMKV_TEST_EVERY_KILL=1 tries every step; otherwise a sample of them.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from forker import SIGKILLED, Forker
 from store_samples import commit, found_texts, load, samples_of
 
 from memkv.errors import DocumentNotFound
@@ -23,35 +20,11 @@ from memkv.store.chunk_store import ChunkStore, Recovered
 from memkv.store.rows import CollectionRow, PageRequest
 
 T = DEFAULT_TENANT
-SIGKILLED = -9
-
-
-class Worker:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("crash_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, **request: Any) -> int:
-        """The child's exit status."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10)
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    started = Worker()
+def worker() -> Iterator[Forker]:
+    started = Forker("crash_worker.py")
     yield started
     started.close()
 
@@ -104,7 +77,7 @@ def check_and_finish(store: Store, collection: CollectionRow, said: set[str], ro
 
 @pytest.mark.timeout(1200)
 def test_a_kill_at_any_step_loses_nothing(
-    worker: Worker, data_dir: Path, tmp_path: Path, database_url: str | None
+    worker: Forker, data_dir: Path, tmp_path: Path, database_url: str | None
 ) -> None:
     every = os.environ.get("MEMKV_TEST_EVERY_KILL") == "1"
     stride = 1 if every else 8 if database_url is None else 18
@@ -138,7 +111,7 @@ def test_a_kill_at_any_step_loses_nothing(
 
 @pytest.mark.timeout(1200)
 def test_a_kill_at_any_step_of_upkeep_loses_nothing(
-    worker: Worker, data_dir: Path, tmp_path: Path, database_url: str | None
+    worker: Forker, data_dir: Path, tmp_path: Path, database_url: str | None
 ) -> None:
     every = os.environ.get("MEMKV_TEST_EVERY_KILL") == "1"
     stride = 1 if every else 14 if database_url is None else 40
@@ -190,7 +163,7 @@ def check_upkeep(store: Store, ready: set[str]) -> None:
 
 
 def test_the_check_notices_a_store_that_names_files_too_early(
-    worker: Worker, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Forker, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: rows before files, and an opening that repairs nothing."""
     monkeypatch.setattr(ChunkStore, "recover", lambda _: Recovered(0, 0, 0))
