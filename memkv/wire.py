@@ -308,6 +308,7 @@ class Job(Reply, frozen=True, kw_only=True):
     finished_at: str = ""
     owner: str = ""  # the process that runs it
     heartbeat_at: str = ""  # when that one was last heard of
+    cancel_requested: bool = False  # it ends when what it has in hand is done
     failed: list[FailedItem] = []  # the first hundred of its documents that could not be made ready, in order
     verification: StoreVerification | None = None  # of a finished `verify`
     exported: Exported | None = None  # of a finished `export`

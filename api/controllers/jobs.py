@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from litestar import Controller, Request, get
+from litestar import Controller, Request, Response, get, post
 from litestar.di import NamedDependency
 from memkv.api.access import Access, requires
 from memkv.api.errors import problems
@@ -24,6 +25,9 @@ from memkv.api.params import (
 from memkv.api.waiting import requested_wait, wait_for_job
 
 from memkv.wire import Job, Page
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
 
 
 class JobsController(Controller):
@@ -69,3 +73,46 @@ class JobsController(Controller):
         seconds = requested_wait(request, finite(wait))
         job = await calls.run(lambda memory: memory.get_job(job_id, within=access.collections))
         return await wait_for_job(calls, job, seconds)
+
+    @post(
+        "/{job_id:str}/cancel",
+        status_code=202,
+        summary="End a job that has not ended",
+        description=(
+            "One that waits ends at once, one that runs when what it has in hand is done. What it did stays; "
+            "documents that it left undone have failed, with the code `cancelled`."
+        ),
+        operation_id="cancel_job",
+        responses=problems(404, 409, 413, 415),
+    )
+    async def cancel_job(
+        self,
+        request: Request[Any, Any, Any],
+        job_id: JobId,
+        calls: NamedDependency[MemoryCalls],
+        wait: Wait = None,
+    ) -> Response[Job]:
+        seconds = requested_wait(request, finite(wait))
+        return await _changed(calls, seconds, lambda memory: memory.cancel_job(job_id))
+
+    @post(
+        "/{job_id:str}/retry",
+        status_code=202,
+        summary="Queue a job again that did not succeed, for what it left undone",
+        operation_id="retry_job",
+        responses=problems(404, 409, 413, 415),
+    )
+    async def retry_job(
+        self,
+        request: Request[Any, Any, Any],
+        job_id: JobId,
+        calls: NamedDependency[MemoryCalls],
+        wait: Wait = None,
+    ) -> Response[Job]:
+        seconds = requested_wait(request, finite(wait))
+        return await _changed(calls, seconds, lambda memory: memory.retry_job(job_id))
+
+
+async def _changed(calls: MemoryCalls, seconds: float, call: Callable[[Memory], Job]) -> Response[Job]:
+    job = await wait_for_job(calls, await calls.run(call), seconds)
+    return Response(job, status_code=202, headers={"Location": f"/v1/jobs/{job.id}"})

@@ -1,4 +1,4 @@
-"""`memkv jobs list|show|watch`."""
+"""`memkv jobs list|show|watch|cancel|retry`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from memkv.cli.output import Output, bytes_text, output_options
+from memkv.cli.output import Output, bytes_text, counted, output_options
 from memkv.cli.paging import PageOptions, page_options
 from memkv.cli.progress import bar, progress_text
 from memkv.cli.target import Target, target_options
@@ -20,7 +20,7 @@ _EXIT = {"succeeded": 0, "partial": 3, "failed": 1, "cancelled": 1}
 
 @click.group()
 def jobs() -> None:
-    """The work behind ingest."""
+    """The work behind ingest, and behind what is done to the store."""
 
 
 @jobs.command("list")
@@ -80,6 +80,41 @@ def watch(ctx: click.Context, job_id: str, timeout: float | None, target: Target
     ctx.exit(_EXIT.get(job.status, 1))
 
 
+@jobs.command()
+@click.argument("job_id", metavar="JOB")
+@target_options
+@output_options
+@click.pass_context
+def cancel(ctx: click.Context, job_id: str, target: Target, out: Output) -> None:
+    """End a job: at once while it waits, else when what it has in hand is done. What it did stays.
+
+    Exit code 1 where it ended by itself, before or meanwhile.
+    """
+    with target.open(out, models=False) as client, bar(out, "cancelling") as progress:
+        job = client.jobs.wait(client.jobs.cancel(job_id), on_progress=progress.job)
+    _show(job, out)
+    ctx.exit(0 if job.status == "cancelled" else 1)
+
+
+@jobs.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--wait/--no-wait", default=True, help="Follow it to its end.  [default: wait]")
+@target_options
+@output_options
+@click.pass_context
+def retry(ctx: click.Context, job_id: str, wait: bool, target: Target, out: Output) -> None:
+    """Queue a job again that failed, failed in part or was cancelled, for what it left undone.
+
+    Exit code as of watch; with --no-wait 0, once it is queued.
+    """
+    with target.open(out, models=wait) as client, bar(out, "waiting") as progress:
+        job = client.jobs.retry(job_id)
+        if wait:
+            job = client.jobs.wait(job, on_progress=progress.job)
+    _show(job, out)
+    ctx.exit(_EXIT.get(job.status, 1) if wait else 0)
+
+
 def _show(job: Job, out: Output) -> None:
     counts = job.counts
     pairs: list[tuple[str, object]] = [
@@ -96,6 +131,12 @@ def _show(job: Job, out: Output) -> None:
         ("created", job.created_at),
         ("finished", job.finished_at or "not yet"),
     ]
+    if job.change is not None:
+        pairs.append(("removed", f"{counted(job.change.files, 'file')}, {bytes_text(job.change.bytes)}"))
+    if job.snapshot is not None:
+        pairs.append(("snapshot", job.snapshot.id))
+    if job.cancel_requested and not job.finished_at:
+        pairs.append(("cancelled", "when what it has in hand is done"))
     if job.owner:
         pairs.append(("runs in", f"{job.owner}, last heard of {job.heartbeat_at}"))
     if job.verification is not None:

@@ -22,6 +22,7 @@ from memkv.memory.transfer import plan_export
 from memkv.store import Store
 from memkv.store.archives import Archives
 from memkv.store.block_file import file_name
+from memkv.store.catalog_jobs import SNAPSHOT
 from memkv.store.catalog_restores import begin_restore
 from memkv.store.ids import new_id
 from memkv.store.rows import DEFAULT_TENANT, CollectionRow, JobRow
@@ -198,7 +199,7 @@ class Administration:
         if request.dry_run:
             return SnapshotWork(dry_run=True, snapshot=plan)
         # Its id is known before it is made: after a kill the job sees whether it was.
-        job = self._create_job("snapshot", "files", {"snapshot": new_id("snp")})
+        job = self._create_job(SNAPSHOT, "files", {"snapshot": new_id("snp")})
         return SnapshotWork(dry_run=False, snapshot=plan, job=job)
 
     def snapshots(self) -> SnapshotList:

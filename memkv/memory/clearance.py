@@ -14,6 +14,7 @@ import msgspec
 from memkv.memory.job_thread import JobThread
 from memkv.memory.replies import change_reply
 from memkv.store import Store
+from memkv.store.catalog_jobs import SNAPSHOT
 from memkv.store.rows import JobRow
 from memkv.store.upkeep import Removed, Tell
 from memkv.wire import StoreEvict, StoreGC
@@ -30,7 +31,7 @@ class Clearance(JobThread):
             "evict": self._evict,
             "compact": self._compact,
             "purge": self._purge,
-            "snapshot": self._snapshot,
+            SNAPSHOT: self._snapshot,
         }
         super().__init__("memkv-clearance", store, works)
         self._drop = drop

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memkv.engine.residency import ChunkRef
-from memkv.errors import MemKVError
+from memkv.errors import ConflictError, MemKVError
 from memkv.kv.fingerprint import token_digest
 from memkv.memory.archived_vectors import ArchivedVectors
 from memkv.memory.collections import Collections, OpenCollection
+from memkv.memory.job_thread import JobCancelled
 from memkv.memory.parts import Parts
 from memkv.memory.transfer import (
     ArchivedDocument,
@@ -78,7 +80,7 @@ def import_archive(
                     accepted = memory.ingest(settings.name, [_created(document) for document in batch])
                     if accepted.job is not None:
                         again = _telling(tell, settings.name, documents, total)
-                        memory.wait_job(accepted.job.id, None, again)
+                        _wait(memory, accepted.job.id, again)
                         vectors_taken += len(known) - len(parts.known_vectors)
                 finally:  # nobody else's document is to have them
                     parts.known_vectors.clear()
@@ -96,6 +98,16 @@ def import_archive(
         bytes_before=before,
         bytes_after=after,
     )
+
+
+def _wait(memory: Memory, job_id: str, tell: Callable[[Job], None]) -> None:
+    """Until the job has ended. It is cancelled where the import is."""
+    try:
+        memory.wait_job(job_id, None, tell)
+    except JobCancelled:
+        with suppress(ConflictError):  # it ended a moment ago
+            memory.cancel_job(job_id)
+        raise
 
 
 def _telling(tell: Tell, name: str, done: int, total: int) -> Callable[[Job], None]:

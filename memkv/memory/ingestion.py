@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import structlog
 
@@ -24,6 +25,7 @@ from memkv.errors import (
 from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.collections import Collections, OpenCollection
 from memkv.memory.job_run import JobRun
+from memkv.memory.job_thread import JobCancelled
 from memkv.memory.parts import Parts
 from memkv.memory.preparation import Preparation, Work
 from memkv.memory.replies import stored_problem
@@ -43,7 +45,8 @@ class _Stopped(Exception):
 class Ingestion(BackgroundThread):
     """The job thread. A document's failure is recorded on it, and the thread goes on.
 
-    Asked to stop, it ends after the batch in hand; an unfinished job goes back to the queue.
+    Asked to stop, it ends after the batch in hand; an unfinished job goes back to the queue. A cancelled one
+    ends there, too: what is ready stays.
     """
 
     def __init__(self, parts: Parts, collections: Collections) -> None:
@@ -79,12 +82,16 @@ class Ingestion(BackgroundThread):
         run = JobRun(jobs, job, jobs.items(job.tenant, job.id))
         one_by_one = job.attempts > 1  # the process died of it before: which document it was must be known
         try:
-            with Preparation(self._parts, collection, run, self._stop_if_asked) as preparation:
-                for works in self._groups(collection, run, preparation, one_by_one=one_by_one):
-                    preparation.add(works)
-                    if one_by_one:
-                        preparation.finish()
-                preparation.finish()
+            stop_if_asked = partial(self._stop_if_asked, job.id)
+            with Preparation(self._parts, collection, run, stop_if_asked) as preparation:
+                try:
+                    for works in self._groups(collection, run, preparation, one_by_one=one_by_one):
+                        preparation.add(works)
+                        if one_by_one:
+                            preparation.finish()
+                    preparation.finish()
+                except JobCancelled:
+                    preparation.abandon()
         except (_Stopped, EngineClosed):
             jobs.release(job.id)
         else:
@@ -97,9 +104,7 @@ class Ingestion(BackgroundThread):
         group: list[Work] = []
         most = self._parts.config.ingest.batch_chunks
         for document_id in run.waiting:
-            if self._parts.store.jobs.is_cancelled(run.job.id):
-                break
-            self._stop_if_asked()
+            self._stop_if_asked(run.job.id)
             if one_by_one:
                 self._parts.store.jobs.start_item(run.job.id, document_id)
             work = self._cut(collection, run, preparation, document_id)
@@ -108,9 +113,8 @@ class Ingestion(BackgroundThread):
             if group and (one_by_one or sum(len(work.chunks) for work in group) >= most):
                 yield group
                 group = []
-        else:
-            if group:
-                yield group
+        if group:
+            yield group
 
     def _cut(
         self, collection: OpenCollection, run: JobRun, preparation: Preparation, document_id: str
@@ -134,6 +138,8 @@ class Ingestion(BackgroundThread):
             return None
         return Work(document, revision, chunks, [collection.key(chunk.token_ids) for chunk in chunks])
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_asked(self, job_id: str) -> None:
         if self.stopping.is_set():
             raise _Stopped
+        if self._parts.store.jobs.is_cancelled(job_id):
+            raise JobCancelled

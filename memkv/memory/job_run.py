@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import msgspec
+
 from memkv.errors import MemKVError
 from memkv.memory.replies import stored_problem
+from memkv.store.catalog_job_ends import CANCELLED
 from memkv.store.jobs import Jobs
 from memkv.store.rows import JobItem, JobRow
 
@@ -50,13 +53,14 @@ class JobRun:
 
     def __init__(self, jobs: Jobs, job: JobRow, items: Sequence[JobItem]) -> None:
         self.job = job
-        self.counts = Counts()
+        self.counts = msgspec.convert(dict(job.counts), Counts)  # of an earlier try, where there was one
         self._jobs = jobs
         self._sizes = {
             item.document_id: item.text_bytes for item in items if item.status in ("queued", "running")
         }
         self.waiting = list(self._sizes)
         self._num_items = len(items)
+        self._num_left = len(self.waiting)
         self._num_failed = sum(item.status == "failed" for item in items)  # before the process died
         self._total = sum(item.text_bytes for item in items)
         self._lock = threading.Lock()  # guards what follows
@@ -90,6 +94,7 @@ class JobRun:
             self._ahead.discard(ahead)
 
     def finish_document(self, document_id: str, ahead: Ahead | None, error: MemKVError | None) -> None:
+        self._num_left -= 1
         with self._lock:
             self._finished += self._sizes[document_id]
             if ahead is not None:
@@ -106,13 +111,14 @@ class JobRun:
         before = self.job.arguments.get("bytes_before")
         if isinstance(before, int):
             self.counts.bytes_before, self.counts.bytes_after = before, disk_bytes()
-        if self._jobs.is_cancelled(self.job.id):
-            self._jobs.finish(self.job.id, "cancelled", counts=asdict(self.counts))
+        counts = asdict(self.counts)
+        if self._num_left:  # it was cancelled
+            self._jobs.finish(self.job.id, "cancelled", counts=counts, error=CANCELLED)
         elif self._num_failed == 0:
-            self._jobs.finish(self.job.id, "succeeded", counts=asdict(self.counts))
+            self._jobs.finish(self.job.id, "succeeded", counts=counts)
         else:
             every = self._num_failed == self._num_items
-            self._jobs.finish(self.job.id, "failed" if every else "partial", counts=asdict(self.counts))
+            self._jobs.finish(self.job.id, "failed" if every else "partial", counts=counts)
 
     def _tell(self, stage: str) -> None:
         prefilled = sum(

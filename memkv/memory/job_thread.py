@@ -12,6 +12,7 @@ from memkv.errors import DatabaseDamaged, InternalServerError, MemKVError, Store
 from memkv.memory.background_thread import BackgroundThread
 from memkv.memory.replies import stored_problem
 from memkv.store import Store
+from memkv.store.catalog_job_ends import CANCELLED
 from memkv.store.rows import JobRow
 
 _log = structlog.get_logger(__name__)
@@ -20,6 +21,10 @@ IDLE_SECONDS = 60.0
 PAUSE_SECONDS = 1.0  # after a failure
 
 Work = Callable[[JobRow], dict[str, object]]  # returns what it counted
+
+
+class JobCancelled(Exception):
+    """The job in hand is not wanted any more."""
 
 
 class _Stopped(Exception):
@@ -50,6 +55,8 @@ class JobThread(BackgroundThread):
         """Called between two pieces of a job's work; what it raises is to end the work there."""
         if self.stopping.is_set():
             raise _Stopped
+        if self._store.jobs.is_cancelled(job.id):
+            raise JobCancelled
         self._store.jobs.progress(job.id, stage=stage, done=done, total=total, unit=unit)
 
     def run(self) -> None:
@@ -93,6 +100,8 @@ class JobThread(BackgroundThread):
             counts = self._works[job.kind](job)
         except StoreFenced:
             raise
+        except JobCancelled:
+            self._end(lambda: self._store.jobs.finish(job.id, "cancelled", error=CANCELLED))
         except MemKVError as error:  # whoever waits for the job is told, even that the database is damaged
             self._fail(job, error)
         else:

@@ -10,7 +10,7 @@ document's chunks appear in one transaction once all of its files are durable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,6 +141,22 @@ class Preparation:
                 self._retire()
         except _Failed as failed:
             self._each_alone(failed.error)
+
+    def abandon(self) -> None:
+        """Ends with the documents of which everything is made, and lets go of what is made of the others."""
+        wait([batch.result for batch in self._batches])
+        for batch in self._batches:
+            if batch.result.exception() is None:
+                self._count(batch)
+                batch.group.num_batches -= 1
+        self._batches.clear()
+        self._commit_complete()
+        while self._groups:
+            group = self._groups.popleft()
+            for work in group.works:
+                self._release_unused(work)
+            self._run.end(group.ahead)
+        self._release(self._made)
 
     def fail(self, work: Work, error: MemKVError) -> None:
         """Records that a document cannot be made ready."""
@@ -308,8 +324,10 @@ class Preparation:
         others = {
             key for group in self._groups for each in group.works if each is not work for key in each.keys
         }
-        keys = [key for key in work.keys if key not in others]
-        released = self._parts.store.chunks.release_unused(self._collection.row.tenant, keys)
+        self._release(key for key in work.keys if key not in others)
+
+    def _release(self, keys: Iterable[str]) -> None:
+        released = self._parts.store.chunks.release_unused(self._collection.row.tenant, list(keys))
         self._parts.engine.drop(released.keys)
 
 

@@ -123,6 +123,7 @@ def job_reply(row: JobRow, collection: str, items: Sequence[JobItem]) -> Job:
         counts=msgspec.convert(dict(row.counts), JobCounts),
         errors=problems,
         attempts=row.attempts,
+        cancel_requested=row.cancel_requested,
         created_at=_time(row.created_at),
         started_at=_time(row.started_at),
         finished_at=_time(row.finished_at),

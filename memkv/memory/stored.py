@@ -212,6 +212,20 @@ class StoredMemory:
             if job.is_finished or left <= 0:
                 return reply
 
+    def cancel_job(self, job_id: str, *, tenant: str = DEFAULT_TENANT) -> Job:
+        """Ends a queued job at once, and a running one as soon as what it has in hand is done.
+
+        What it did stays. Raises `JobNotFound`, `ConflictError` where it has ended already.
+        """
+        return self._job_reply(self._store.jobs.cancel(tenant, job_id))
+
+    def retry_job(self, job_id: str, *, tenant: str = DEFAULT_TENANT) -> Job:
+        """Queues a job again that did not succeed, for what it left undone.
+
+        Raises `JobNotFound`, `ConflictError` where nothing of it is to be tried again.
+        """
+        return self._job_reply(self._store.jobs.retry(tenant, job_id))
+
     # Store
 
     def verify_store(

@@ -55,6 +55,8 @@ class AsyncJobs(AsyncResource):
     list = async_lists(requests.list_jobs)
     retrieve = async_sends(requests.get_job)
     wait = async_follows(plans.wait_for_job)
+    cancel = async_sends(requests.cancel_job)
+    retry = async_sends(requests.retry_job)
 
 
 class AsyncStore(AsyncResource):

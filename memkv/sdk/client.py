@@ -52,6 +52,8 @@ class Jobs(Resource):
     list = lists(requests.list_jobs)
     retrieve = sends(requests.get_job)
     wait = follows(plans.wait_for_job)
+    cancel = sends(requests.cancel_job)
+    retry = sends(requests.retry_job)
 
 
 class Store(Resource):

@@ -108,6 +108,8 @@ def end_job(job: Job | None, wait: bool | float, on_progress: OnProgress | None)
 
 
 def raise_failure(job: Job) -> None:
+    if job.status == "cancelled":
+        raise ConflictError(f"the job {job.id} was cancelled", hint=f"memkv jobs retry {job.id}")
     if job.status == "failed" and job.errors:
         raise error_of_problem(job.errors[0])
 
@@ -132,10 +134,7 @@ def _ingest(
         left = None if seconds == math.inf else max(0.0, deadline - time.monotonic())
         job = yield from wait_for_job(job, timeout=left, on_progress=on_progress)
         accepted = yield from _refresh(collection, accepted, job)
-    if job.status == "failed" and job.errors:
-        raise error_of_problem(job.errors[0])
-    if job.status == "cancelled":
-        raise ConflictError(f"the job {job.id} was cancelled", hint="ingest the document again")
+    raise_failure(job)
     return accepted
 
 

@@ -7,8 +7,8 @@ A client sends a `Call` through its transport: an HTTP client, blocking or not, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -43,6 +43,9 @@ from memkv.wire import (
     Prefill,
     Readiness,
 )
+
+if TYPE_CHECKING:
+    from memkv.memory import Memory
 
 Order = Literal["asc", "desc"]
 
@@ -316,4 +319,49 @@ def get_job(job_id: str, *, wait: float = 0.0) -> Call[Job]:
         params=wait_params(wait),
         reply=Job,
         local=lambda memory: memory.wait_job(job_id, wait),
+    )
+
+
+def cancel_job(job: Job | str, *, wait: float = 0.0) -> Call[Job]:
+    """Ends a job that has not ended: a queued one at once, a running one when what it has in hand is done.
+
+    What it did stays; documents that it left undone have failed, with the code `cancelled`.
+
+    Args:
+        wait: seconds, at most, until it has ended.
+
+    Raises:
+        JobNotFound.
+        ConflictError: it has ended already.
+    """
+    return _job_call(job, "cancel", wait, lambda memory, job_id: memory.cancel_job(job_id))
+
+
+def retry_job(job: Job | str, *, wait: float = 0.0) -> Call[Job]:
+    """Queues a job again that failed in part or as a whole, or was cancelled, for what it left undone.
+
+    Args:
+        wait: seconds, at most, until it has ended.
+
+    Raises:
+        JobNotFound.
+        ConflictError: nothing of it is to be tried again.
+    """
+    return _job_call(job, "retry", wait, lambda memory, job_id: memory.retry_job(job_id))
+
+
+def _job_call(job: Job | str, verb: str, wait: float, change: Callable[[Memory, str], Job]) -> Call[Job]:
+    job_id = job if isinstance(job, str) else job.id
+
+    def in_this_process(memory: Memory) -> Job:
+        changed = change(memory, job_id)
+        return memory.wait_job(job_id, wait) if wait > 0 else changed
+
+    return Call(
+        method="POST",
+        path=f"/v1/jobs/{segment(job_id)}/{verb}",
+        params=wait_params(wait),
+        reply=Job,
+        local=in_this_process,
+        repeatable=False,
     )

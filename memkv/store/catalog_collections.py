@@ -12,7 +12,8 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, update
 from memkv.errors import BadRequestError, CollectionExists, CollectionNotFound
 from memkv.kv.fingerprint import input_key
 from memkv.store.catalog_files import release
-from memkv.store.catalog_jobs import abandon_jobs, renew_documents
+from memkv.store.catalog_job_ends import abandon_jobs
+from memkv.store.catalog_jobs import renew_documents
 from memkv.store.catalog_store import now, read_tenant_secret
 from memkv.store.ids import new_id
 from memkv.store.paging import read_page

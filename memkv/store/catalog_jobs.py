@@ -1,4 +1,4 @@
-"""Statements about jobs that stand inside other transactions, and what ends with a job."""
+"""Statements about jobs that stand inside other transactions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, exists, insert, select, update
-from sqlalchemy.orm import aliased
+from sqlalchemy import Connection, insert, select, update
 
 from memkv.store.catalog_store import now
 from memkv.store.database import WriteTransaction
@@ -17,19 +16,9 @@ from memkv.store.tables import Document, Job, JobDocument
 
 MAX_ATTEMPTS = 3  # a job that takes the process down each time is given up
 RESTORE = "restore"  # the kind of jobs that no worker claims: see catalog_restores.py
-CANCELLED = {"code": "cancelled", "detail": "the job was cancelled before this was done"}
-GIVEN_UP = {
-    "code": "given_up",
-    "detail": f"the server stopped {MAX_ATTEMPTS} times while it worked on this job",
-}
-NOT_RESTORED = {
-    "code": "conflict",
-    "detail": "the server stopped before the snapshot was restored",
-    "hint": "restore it again",
-}
-_NOT_DONE = {"code": "not_done", "detail": "the job ended before this document was ready"}
+SNAPSHOT = "snapshot"  # the kind of jobs that an opening ends where their snapshot is there
 
-_LIVE = ("queued", "running")
+LIVE = ("queued", "running")
 JOB_COLUMNS = (
     Job.id,
     Job.tenant,
@@ -157,59 +146,10 @@ def live_job_of(connection: Connection, document_id: str) -> str | None:
     return connection.execute(
         select(Job.id)
         .join(JobDocument, JobDocument.job_id == Job.id)
-        .where(JobDocument.document_id == document_id, Job.status.in_(_LIVE))
+        .where(JobDocument.document_id == document_id, Job.status.in_(LIVE))
         .order_by(Job.sequence.desc())
         .limit(1)
     ).scalar()
-
-
-def abandon_jobs(connection: Connection, tenant: str, collection_id: str) -> None:
-    """The collection is being deleted: its queued jobs end, its running ones are asked to."""
-    own = (Job.tenant == tenant, Job.collection_id == collection_id)
-    connection.execute(
-        update(Job)
-        .where(*own, Job.status == "queued")
-        .values(status="cancelled", error=CANCELLED, finished_at=now())
-    )
-    connection.execute(update(Job).where(*own, Job.status == "running").values(cancel_requested=1))
-
-
-def give_up_documents(connection: Connection, job_id: str) -> bool:
-    """Fails the documents that were worked on whenever the process died, and lets the job begin anew with
-    the others; False where none is known.
-    """
-    running = (JobDocument.job_id == job_id, JobDocument.status == "running")
-    poison = list(connection.execute(select(JobDocument.document_id).where(*running)).scalars())
-    if not poison:
-        return False
-    connection.execute(update(JobDocument).where(*running).values(status="failed", error=GIVEN_UP))
-    connection.execute(
-        update(Document)
-        .where(Document.id.in_(poison), Document.status == "pending")
-        .values(status="failed", error=GIVEN_UP, updated_at=now())
-    )
-    # Not from zero: the rest is still worked on one by one.
-    connection.execute(update(Job).where(Job.id == job_id).values(attempts=1))
-    return True
-
-
-def end_job(connection: Connection, job_id: str, status: str, values: Mapping[str, Any]) -> None:
-    connection.execute(
-        update(Job).where(Job.id == job_id).values(status=status, finished_at=now(), **NO_LEASE, **values)
-    )
-    other_item, other_job = aliased(JobDocument), aliased(Job)
-    in_other_hands = (
-        exists()
-        .where(other_item.document_id == Document.id, other_item.job_id != job_id)
-        .where(other_job.id == other_item.job_id, other_job.status.in_(_LIVE))
-    )
-    reason = CANCELLED if status == "cancelled" else _NOT_DONE
-    left_over = select(JobDocument.document_id).where(JobDocument.job_id == job_id)
-    connection.execute(
-        update(Document)
-        .where(Document.id.in_(left_over), Document.status == "pending", ~in_other_hands)
-        .values(status="failed", error=values.get("error") or reason, updated_at=now())
-    )
 
 
 def job_row(*values: Any) -> JobRow:

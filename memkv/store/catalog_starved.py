@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Text, select, type_coerce, update
+from sqlalchemy import Text, select, type_coerce
 
 from memkv.errors import InsufficientStorageError
 from memkv.store.catalog_documents import DOCUMENT_COLUMNS, document_row
+from memkv.store.catalog_job_ends import make_pending
 from memkv.store.catalog_jobs import insert_job
-from memkv.store.catalog_store import now
 from memkv.store.plain_values import canonical_json
 from memkv.store.rows import DocumentRow
 from memkv.store.statements import Statements
@@ -33,18 +33,8 @@ class StarvedStatements(Statements):
         with self._database.write() as transaction:
             work: dict[str, int] = {}
             for document in documents:
-                changed = transaction.connection.execute(
-                    update(Document)
-                    .where(
-                        Document.tenant == document.tenant,
-                        Document.id == document.id,
-                        Document.revision == document.revision,
-                        Document.status == "failed",
-                    )
-                    .values(status="pending", error=None, updated_at=now())
-                )
-                if changed.rowcount:
-                    work[document.id] = document.text_bytes
+                as_seen = (Document.id == document.id, Document.revision == document.revision)
+                work |= make_pending(transaction.connection, Document.tenant == document.tenant, *as_seen)
             if work:
                 first = documents[0]
                 insert_job(

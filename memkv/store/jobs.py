@@ -1,8 +1,9 @@
 """Jobs: rows that a worker claims, reports on and finishes.
 
     queued -> running -> succeeded | partial | failed | cancelled
-       ^         |
-       └─────────┘  released at a shutdown, or found running at an opening
+       ^         |                        │
+       ├─────────┘  released at a shutdown, or found running at an opening
+       └──────────────────────────────────┘  tried again
 
 A running job belongs to the epoch that claimed it, so that a later opening knows without any clock which ones
 were left behind. Its heartbeat says for people when the process was last heard of, and lets a process that
@@ -17,24 +18,20 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal, get_args
 
-from sqlalchemy import func, literal, or_, select, update
+from sqlalchemy import func, literal, select, update
 
 from memkv.errors import InsufficientStorageError, JobNotFound, StoreFenced
-from memkv.store.catalog_jobs import (
-    CANCELLED,
-    GIVEN_UP,
-    JOB_COLUMNS,
-    MAX_ATTEMPTS,
-    NO_LEASE,
-    NOT_RESTORED,
-    RESTORE,
+from memkv.store.catalog_job_ends import (
+    cancel_job,
+    end_cancelled,
     end_job,
-    give_up_documents,
-    insert_job,
-    job_row,
+    requeue_left_behind,
+    retry_job,
 )
+from memkv.store.catalog_jobs import JOB_COLUMNS, NO_LEASE, insert_job, job_row
 from memkv.store.catalog_store import now
 from memkv.store.database import Database
 from memkv.store.heartbeat import Heartbeat
@@ -44,6 +41,7 @@ from memkv.store.rows import JobItem, JobRow, JobStatus, Page, PageRequest, Prob
 from memkv.store.tables import Collection, Document, Job, JobDocument, Moment
 
 _FLUSH_SECONDS = 1.0
+_ASK_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 5.0
 
 
@@ -53,7 +51,9 @@ class _Progress:
     done: int
     total: int
     unit: str
-    written_at: float  # monotonic
+    written_at: float  # monotonic, as the next one
+    asked_at: float = -inf  # whether it is cancelled
+    is_cancelled: bool = False
 
 
 class Jobs:
@@ -154,6 +154,13 @@ class Jobs:
             ).all()
         return tuple(JobItem(*row) for row in rows)
 
+    def queued(self, kind: str) -> tuple[JobRow, ...]:
+        """Of all tenants, in order."""
+        statement = select(*JOB_COLUMNS).where(Job.status == "queued", Job.kind == kind)
+        with self._database.read() as connection:
+            rows = connection.execute(statement.order_by(Job.sequence, Job.id)).all()
+        return tuple(job_row(*row) for row in rows)
+
     def claim(self, owner: str, *, kinds: Sequence[str] | None = None, timeout: float = 0.0) -> JobRow | None:
         """The job, of these kinds, that waited longest, now running; None where none came.
 
@@ -207,9 +214,16 @@ class Jobs:
             raise
 
     def is_cancelled(self, job_id: str) -> bool:
-        """Whether the worker should stop; asked between two pieces of work."""
+        """Whether the worker should stop; asked between two pieces of work, as often as one likes."""
+        with self._changed:
+            live = self._progress.get(job_id)
+            if live is not None and (live.is_cancelled or time.monotonic() < live.asked_at + _ASK_SECONDS):
+                return live.is_cancelled
         with self._database.read() as connection:
             asked = connection.execute(select(Job.cancel_requested).where(Job.id == job_id)).scalar()
+        if live is not None:
+            with self._changed:
+                live.asked_at, live.is_cancelled = time.monotonic(), live.is_cancelled or asked != 0
         return asked != 0
 
     def start_item(self, job_id: str, document_id: str) -> None:
@@ -259,8 +273,12 @@ class Jobs:
         self.announce()
 
     def release(self, job_id: str) -> None:
-        """Gives a running job back to the queue, as if it had not been tried: a worker that shuts down."""
+        """Gives a running job back to the queue, as if it had not been tried: a worker that shuts down.
+
+        One that shall be cancelled ends.
+        """
         with self._database.write() as transaction:
+            end_cancelled(transaction.connection, Job.id == job_id)
             transaction.connection.execute(
                 update(Job)
                 .where(Job.id == job_id, Job.status == "running")
@@ -276,19 +294,32 @@ class Jobs:
         self.announce()
 
     def cancel(self, tenant: str, job_id: str) -> JobRow:
-        """A queued job ends at once; a running one is asked to stop; a finished one stays as it is.
+        """A queued job ends at once; a running one is asked to.
 
-        Raises JobNotFound.
+        Raises:
+            JobNotFound.
+            ConflictError: it has ended already, or restores a snapshot.
         """
         self.get(tenant, job_id)
         with self._database.write() as transaction:
-            connection = transaction.connection
-            own = (Job.tenant == tenant, Job.id == job_id)
-            status = connection.execute(select(Job.status).where(*own)).scalar()
-            if status == "queued":
-                end_job(connection, job_id, "cancelled", {"error": CANCELLED})
-            elif status == "running":
-                connection.execute(update(Job).where(*own).values(cancel_requested=1))
+            cancel_job(transaction, job_id)
+        with self._changed:
+            live = self._progress.get(job_id)
+            if live is not None:
+                live.is_cancelled = True
+        self.announce()
+        return self.get(tenant, job_id)
+
+    def retry(self, tenant: str, job_id: str) -> JobRow:
+        """Queues a job again that did not succeed, for what it left undone.
+
+        Raises:
+            JobNotFound.
+            ConflictError: it has not ended, it succeeded, or nothing of it is left to be done.
+        """
+        self.get(tenant, job_id)
+        with self._database.write() as transaction:
+            retry_job(transaction, job_id)
         self.announce()
         return self.get(tenant, job_id)
 
@@ -318,27 +349,9 @@ class Jobs:
         given up. Returns how many jobs were queued and how many given up.
         """
         with self._database.write() as transaction:
-            connection = transaction.connection
-            left_behind = (
-                Job.status == "running",
-                or_(Job.lease_epoch.is_(None), Job.lease_epoch != transaction.epoch),
-            )
-            hopeless = (
-                connection.execute(select(Job.id).where(*left_behind, Job.attempts >= MAX_ATTEMPTS))
-                .scalars()
-                .all()
-            )
-            given_up = [job_id for job_id in hopeless if not give_up_documents(connection, job_id)]
-            unrestored = connection.execute(select(Job.id).where(*left_behind, Job.kind == RESTORE))
-            for job_id in unrestored.scalars().all():
-                end_job(connection, job_id, "failed", {"error": NOT_RESTORED})
-            for job_id in given_up:
-                end_job(connection, job_id, "failed", {"error": GIVEN_UP})
-            queued = connection.execute(
-                update(Job).where(*left_behind).values(status="queued", **NO_LEASE)
-            ).rowcount
+            queued, given_up = requeue_left_behind(transaction)
         self.announce()
-        return queued, len(given_up)
+        return queued, given_up
 
     def _claim(self, owner: str, kinds: Sequence[str] | None) -> JobRow | None:
         waiting = select(Job.id).where(Job.status == "queued").order_by(Job.sequence, Job.id).limit(1)

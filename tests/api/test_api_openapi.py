@@ -42,6 +42,8 @@ ROUTES = {
     "/v1/collections/{collection}/documents/{document}": {"get", "put", "delete"},
     "/v1/jobs": {"get"},
     "/v1/jobs/{job_id}": {"get"},
+    "/v1/jobs/{job_id}/cancel": {"post"},
+    "/v1/jobs/{job_id}/retry": {"post"},
     "/v1/keys": {"get", "post"},
     "/v1/keys/{key_id}": {"get", "patch", "delete"},
     "/v1/keys/{key_id}/rotate": {"post"},

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from command_line import Run
 
+from memkv.config import load_config
+from memkv.memory.stored import StoredMemory
+from memkv.store.rows import NewDocument
+
 LIGHT = (
     "# The light\n\nThe lamp of the tower is lit half an hour before sunset. It shows two white flashes.\n"
 )
@@ -81,6 +85,10 @@ def test_the_whole_way(run: Run, where: list[str], documents: Path, name: str) -
     assert {job["status"] for job in jobs} == {"succeeded"}
     watched = answer(run, "jobs", "watch", jobs[0]["id"], *where)
     assert watched == answer(run, "jobs", "show", jobs[0]["id"], *where)
+    for verb in ("cancel", "retry"):
+        refused = run("jobs", verb, jobs[0]["id"], *where)
+        assert refused.exit_code == 1
+        assert {"cancel": "has ended already", "retry": "nothing of the job is left"}[verb] in refused.stderr
     assert answer(run, "store", "stats", *where)["kv_files"] > 0
     assert run("collections", "delete", name, "--yes", *where).exit_code == 0
     assert run("collections", "show", name, *where).exit_code == 1
@@ -198,3 +206,22 @@ def test_the_demo_answers_and_compares(run: Run, models: list[str]) -> None:
     assert shown.exit_code == 0
     assert "12 documents" in shown.stderr
     assert shown.stdout.count("prefilled tokens") == 3
+
+
+def test_a_job_is_cancelled_and_tried_again(run: Run, models: list[str]) -> None:
+    """Embedded: a job that nobody works on, since `--no-wait` ends with the process that would."""
+    where = ["--data-dir", "data"]
+    run("collections", "create", "c", *where, *models)
+    with StoredMemory.open_store(load_config({"store.data_dir": "data"}, env={})) as memory:
+        row = memory._store.catalog.get_collection("default", "c")
+        accepted = memory._store.accept_documents("default", row.id, [NewDocument("A text.", "a")])
+    assert accepted.job is not None
+    job = accepted.job.id
+    cancelled = answer(run, "jobs", "cancel", job, *where)
+    assert (cancelled["status"], cancelled["errors"][0]["code"]) == ("cancelled", "cancelled")
+    assert run("jobs", "cancel", job, *where).exit_code == 1
+    assert answer(run, "documents", "show", "a", "-c", "c", *where)["status"] == "failed"
+    assert answer(run, "jobs", "retry", job, "--no-wait", *where)["status"] == "queued"
+    assert "queued" in run("jobs", "show", job, *where).stdout
+    assert answer(run, "jobs", "watch", job, *where, *models)["status"] == "succeeded"
+    assert answer(run, "documents", "show", "a", "-c", "c", *where)["status"] == "ready"

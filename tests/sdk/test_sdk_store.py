@@ -6,19 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from held_engine import HeldEngine
 
 from memkv.errors import (
     APIConnectionError,
     ConflictError,
     DatabaseUnavailable,
     EngineClosed,
+    JobNotFound,
     MemKVError,
     NotFoundError,
 )
+from memkv.memory import Memory
 from memkv.sdk import store_plans
 from memkv.sdk.binding import follow
 from memkv.sdk.call import Call
-from memkv.wire import Job, JobCounts, JobProgress, Snapshot, SnapshotWork, problem_for
+from memkv.wire import Job, JobCounts, JobProgress, Snapshot, SnapshotWork, StoreWork, problem_for
 
 SNAPSHOT = Snapshot(
     id="snp_" + "0" * 32,
@@ -70,6 +73,63 @@ def test_a_snapshot_is_not_restored_under_an_open_store(client: Any) -> None:
         client.store.restore_snapshot(made.id)
     assert "memkv store snapshot restore" in caught.value.hint
     client.store.delete_snapshot(made.id)
+
+
+def test_what_makes_room_and_what_keeps_are_followed_to_their_end(client: Any, collection: str) -> None:
+    client.collections.create(collection)
+    client.documents.create(collection, text=f"The gate of {collection} is green.", external_id="gate")
+    plan = client.store.evict(collection=collection, dry_run=True)
+    assert (plan.dry_run, plan.job, plan.change.dry_run) == (True, None, True)
+    seen: list[Job] = []
+    done = client.store.evict(collection=collection, on_progress=seen.append)
+    assert (done.job.kind, done.job.status, done.job.change) == ("evict", "succeeded", done.change)
+    assert (done.change.files, done.change.dry_run) == (plan.change.files, False)
+    assert done.change.bytes_after < done.change.bytes_before
+    assert {each.id for each in seen} == {done.job.id}
+    for work in (client.store.gc(), client.store.compact(), client.store.purge_quarantine()):
+        assert work.job.status == "succeeded"
+        assert work.change == work.job.change
+    started = client.store.gc(wait=False)
+    assert started.change.dry_run
+    assert client.jobs.wait(started.job).change is not None
+    assert client.store.create_snapshot(dry_run=True).snapshot.id == ""
+    unmade = client.store.create_snapshot(wait=False)
+    assert unmade.snapshot.id == ""
+    made = client.jobs.wait(unmade.job).snapshot
+    assert made in client.store.snapshots().data
+    client.store.delete_snapshot(made.id)
+
+
+def test_a_job_is_cancelled_and_tried_again(
+    client: Any, memory: Memory, collection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.collections.create(collection)
+    engine = HeldEngine(memory, monkeypatch)
+    first = client.documents.create(collection, text=f"The gate of {collection} is green.", wait=False).job
+    assert engine.reached.wait(30)
+    second = client.documents.create(
+        collection, text=f"The door of {collection} is red.", external_id="d", wait=False
+    ).job
+    assert client.jobs.cancel(second).status == "cancelled"
+    with pytest.raises(ConflictError, match="ended already"):
+        client.jobs.cancel(second.id)
+    assert client.documents.retrieve(collection, "d").error.code == "cancelled"
+    engine.open.set()
+    assert client.jobs.retry(second, wait=60).status == "succeeded"
+    assert client.documents.retrieve(collection, "d").status == "ready"
+    assert client.jobs.wait(first).status == "succeeded"
+    with pytest.raises(ConflictError, match="nothing of the job is left"):
+        client.jobs.retry(second.id)
+    with pytest.raises(JobNotFound):
+        client.jobs.cancel("job_none")
+
+
+def test_who_waits_for_a_job_that_is_cancelled_is_told() -> None:
+    work = StoreWork(dry_run=False, files=1, tokens=0, bytes=1, job=job("running"))
+    server = Restoring(work, job("cancelled"))
+    with pytest.raises(ConflictError, match="was cancelled") as caught:
+        follow(server, store_plans.verify_store())
+    assert caught.value.hint == "memkv jobs retry job_1"
 
 
 class Restoring:

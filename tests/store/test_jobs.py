@@ -9,8 +9,9 @@ import pytest
 from sqlalchemy import text
 from store_samples import OpenStore, commit, found_texts, new_collection
 
-from memkv.errors import JobNotFound
-from memkv.store import DEFAULT_TENANT, Store
+from memkv.errors import ConflictError, JobNotFound
+from memkv.store import DEFAULT_TENANT, Store, jobs
+from memkv.store.catalog_job_ends import CANCELLED
 from memkv.store.catalog_jobs import MAX_ATTEMPTS
 from memkv.store.rows import CollectionRow, NewDocument, PageRequest
 
@@ -24,8 +25,8 @@ def queue(store: Store, collection: CollectionRow, text: str) -> str:
 
 
 def test_jobs_are_claimed_in_order_and_once(store: Store, collection: CollectionRow) -> None:
-    jobs = [queue(store, collection, f"{number}") for number in range(6)]
-    assert store.jobs.get(T, jobs[0]).status == "queued"
+    queued = [queue(store, collection, f"{number}") for number in range(6)]
+    assert store.jobs.get(T, queued[0]).status == "queued"
     claimed: list[str] = []
     guard = threading.Lock()
 
@@ -36,14 +37,14 @@ def test_jobs_are_claimed_in_order_and_once(store: Store, collection: Collection
 
     first = store.jobs.claim("first")
     assert first is not None
-    assert (first.id, first.status, first.attempts) == (jobs[0], "running", 1)
+    assert (first.id, first.status, first.attempts) == (queued[0], "running", 1)
     assert first.started_at is not None
     threads = [threading.Thread(target=work, args=(f"w{number}",)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(claimed) == sorted(jobs[1:])
+    assert sorted(claimed) == sorted(queued[1:])
     assert store.jobs.claim("late") is None
 
 
@@ -106,12 +107,130 @@ def test_cancelling(store: Store, collection: CollectionRow) -> None:
     job = store.jobs.cancel(T, running)
     assert (job.status, job.cancel_requested) == ("running", True)
     assert store.jobs.is_cancelled(running)
+    assert store.jobs.cancel(T, running).cancel_requested, "it may be asked for twice"
     store.jobs.finish(running, "cancelled", error={"code": "cancelled"})
-    assert store.jobs.cancel(T, running).status == "cancelled"
+    with pytest.raises(ConflictError, match="ended already: cancelled"):
+        store.jobs.cancel(T, running)
     failed = store.catalog.list_documents(T, collection.id, PageRequest(), status="failed").rows
     assert [row.error and row.error["code"] for row in failed] == ["cancelled", "cancelled"]
     with pytest.raises(JobNotFound):
         store.jobs.cancel(T, "job_" + "0" * 32)
+
+
+def test_a_worker_may_ask_often_whether_to_stop(
+    store: Store, collection: CollectionRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = queue(store, collection, "a")
+    assert store.jobs.claim("w") is not None
+    monkeypatch.setattr(jobs, "_ASK_SECONDS", 60.0)
+    assert not store.jobs.is_cancelled(job_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(store.database, "read", None)
+        assert not store.jobs.is_cancelled(job_id), "the database is asked each time"
+    with store.database.write() as transaction:
+        transaction.connection.execute(text("UPDATE jobs SET cancel_requested = 1"))
+    monkeypatch.setattr(jobs, "_ASK_SECONDS", 0.0)
+    assert store.jobs.is_cancelled(job_id)
+    monkeypatch.setattr(store.database, "read", None)
+    assert store.jobs.is_cancelled(job_id), "that does not change any more"
+
+
+@pytest.mark.parametrize("how", ["released", "killed"])
+def test_a_job_that_was_asked_to_stop_is_not_taken_up_again(open_store: OpenStore, how: str) -> None:
+    store = open_store()
+    collection = store.catalog.create_collection(T, new_collection())
+    job_id = queue(store, collection, "a")
+    assert store.jobs.claim("w") is not None
+    store.jobs.cancel(T, job_id)
+    if how == "released":
+        store.jobs.release(job_id)
+    else:
+        store.close()
+        store = open_store()
+        assert store.recovery.jobs_queued == 0
+    job = store.jobs.get(T, job_id)
+    assert (job.status, job.error) == ("cancelled", CANCELLED)
+    [document] = store.catalog.list_documents(T, collection.id, PageRequest()).rows
+    assert (document.status, document.error) == ("failed", CANCELLED)
+    assert store.jobs.claim("w") is None
+
+
+class TestTriedAgain:
+    def accept(self, store: Store, collection: CollectionRow, *texts: str) -> tuple[str, list[str]]:
+        documents = [NewDocument(text, external_id=text) for text in texts]
+        accepted = store.accept_documents(T, collection.id, documents)
+        assert accepted.job is not None
+        return accepted.job.id, [entry.document.id for entry in accepted.documents]
+
+    def test_only_what_failed_and_what_was_not_come_to(self, store: Store, collection: CollectionRow) -> None:
+        job_id, ids = self.accept(store, collection, "done", "failed", "gone", "renewed", "left")
+        store.jobs.claim("w")
+        done, failed = (store.catalog.document_by_id(T, each) for each in ids[:2])
+        commit(store, done, "done")
+        store.jobs.finish_item(job_id, done.id, "succeeded")
+        problem = {"code": "model_failed"}
+        assert store.catalog.fail_document(T, failed.id, failed.revision, problem)
+        for each in ids[1:3]:
+            store.jobs.finish_item(job_id, each, "failed", problem)
+        with pytest.raises(ConflictError, match="has not ended: running"):
+            store.jobs.retry(T, job_id)
+        store.jobs.cancel(T, job_id)
+        store.jobs.finish(job_id, "cancelled", counts={"documents": 1}, error=CANCELLED)
+        later = queue(store, collection, "queued a moment ago")
+        store.delete_document(T, collection.id, "gone")
+        self.accept(store, collection, "renewed")
+
+        job = store.jobs.retry(T, job_id)
+        assert (job.status, job.attempts, job.cancel_requested, job.error) == ("queued", 0, False, None)
+        assert (job.started_at, job.finished_at, job.counts) == (None, None, {"documents": 1})
+        states = {item.document_id: (item.status, item.error) for item in store.jobs.items(T, job_id)}
+        waiting = {key for key, state in states.items() if state == ("queued", None)}
+        assert waiting == {ids[1], ids[4]}
+        assert all(state[0] == "succeeded" for key, state in states.items() if key not in waiting)
+        for each in waiting:
+            document = store.catalog.document_by_id(T, each)
+            assert (document.status, document.error, document.revision) == ("pending", None, 1)
+        order = [store.jobs.claim("w") for _ in range(3)]
+        ids = [each and each.id for each in order]
+        assert ids[0] == later
+        assert ids[2] == job_id, "it is the last in the queue"
+
+    def test_nothing_where_nothing_is_left(self, store: Store, collection: CollectionRow) -> None:
+        job_id, _ = self.accept(store, collection, "a")
+        store.jobs.finish(job_id, "failed", error={"code": "x"})
+        store.delete_document(T, collection.id, "a")
+        with pytest.raises(ConflictError, match="nothing of the job is left"):
+            store.jobs.retry(T, job_id)
+        assert store.jobs.get(T, job_id).status == "failed"
+        other = queue(store, collection, "b")
+        store.jobs.finish(other, "succeeded")
+        with pytest.raises(ConflictError, match="nothing of the job is left"):
+            store.jobs.retry(T, other)
+        with pytest.raises(JobNotFound):
+            store.jobs.retry(T, "job_" + "0" * 32)
+
+    def test_documents_that_are_ready_and_lack_their_kv(
+        self, store: Store, collection: CollectionRow
+    ) -> None:
+        first, ids = self.accept(store, collection, "a", "b")
+        for name, each in zip("ab", ids, strict=True):
+            commit(store, store.catalog.document_by_id(T, each), name)
+        store.jobs.finish(first, "succeeded")
+        job_id = store.jobs.create(T, collection.id, "reprefill", ids).id
+        store.jobs.finish_item(job_id, ids[0], "succeeded")
+        store.jobs.finish_item(job_id, ids[1], "failed", {"code": "x"})
+        store.jobs.finish(job_id, "partial")
+        store.jobs.retry(T, job_id)
+        assert [item.status for item in store.jobs.items(T, job_id)] == ["succeeded", "queued"]
+        assert store.catalog.document_by_id(T, ids[1]).status == "ready"
+
+    def test_a_job_about_the_whole_store(self, store: Store) -> None:
+        job_id = store.jobs.create(T, "", "verify", (), arguments={"full": True}).id
+        store.jobs.finish(job_id, "failed", error={"code": "x"})
+        assert store.jobs.retry(T, job_id).arguments == {"full": True}
+        again = store.jobs.claim("w")
+        assert again is not None
+        assert (again.id, again.attempts) == (job_id, 1)
 
 
 def test_a_job_that_ends_leaves_no_document_pending_but_those_in_other_hands(
