@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sqlalchemy import delete, insert, update
+from sqlalchemy import delete, insert, select, update
 
 from memkv.store.catalog_jobs import RESTORE, insert_job
 from memkv.store.catalog_store import now
@@ -36,6 +36,14 @@ def begin_restore(database: Database, tenant: str, snapshot_id: str, owner: str)
             )
         )
     return replace(row, status="running", attempts=1, started_at=started, owner=owner)
+
+
+def tell_restored(database: Database, job: JobRow) -> None:
+    """Ends a job that this database does not know as succeeded: it took the place of the one that did."""
+    with database.read() as connection:
+        known = connection.execute(select(Job.id).where(Job.id == job.id)).scalar()
+    if known is None:
+        end_restore(database, job, None)
 
 
 def end_restore(database: Database, job: JobRow, error: Problem | None) -> None:

@@ -23,11 +23,14 @@ def restore_between(
     """
     failure: MemKVError | None = None
     try:
-        restore_snapshot(data_dir, database_url, str(job.arguments["snapshot"]), busy_seconds=busy_seconds)
+        restore_snapshot(
+            data_dir, database_url, str(job.arguments["snapshot"]), busy_seconds=busy_seconds, job=job
+        )
     except MemKVError as error:
         failure = error
     with Store.open(data_dir, database_url, upgrade=True, busy_seconds=busy_seconds) as store:
-        end_restore(store.database, job, None if failure is None else _problem(failure))
+        if failure is not None:  # else the opening knows it from the journal
+            end_restore(store.database, job, _problem(failure))
     return failure
 
 

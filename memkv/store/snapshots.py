@@ -28,7 +28,9 @@ from memkv.store.database import Database, parse_database_url
 from memkv.store.durable_files import Damage, read_file, replace_file, storage_error, sync_directory
 from memkv.store.ids import new_id
 from memkv.store.lock import StoreLock, take_advisory_lock
+from memkv.store.restore_journal import remove_journal, write_journal
 from memkv.store.restored_keys import put_keys_aside
+from memkv.store.rows import JobRow
 from memkv.store.upkeep import Tell, tell_nobody
 
 _PIECE = 1 << 20
@@ -66,7 +68,7 @@ class Snapshots:
         Raises ConfigError, DatabaseUnavailable, InsufficientStorageError: no snapshot is left.
         """
         snapshot_id = snapshot_id or new_id("snp")
-        if (made := _read(self._root / snapshot_id)) is not None:
+        if (made := self.find(snapshot_id)) is not None:
             return made
         part = self._root / f"{snapshot_id}.part"
         try:
@@ -85,6 +87,10 @@ class Snapshots:
         """What `create` would keep; it has no id."""
         files, size = self._catalog.kv_totals()
         return self._snapshot("", self._catalog.generation(), (files, size, self._database.size()))
+
+    def find(self, snapshot_id: str) -> Snapshot | None:
+        """One that is whole."""
+        return _read(self._root / snapshot_id)
 
     def list(self) -> list[Snapshot]:
         """The oldest first."""
@@ -141,11 +147,14 @@ def restore_snapshot(
     *,
     busy_seconds: float = 5.0,
     dry_run: bool = False,
+    job: JobRow | None = None,
 ) -> Snapshot:
     """Brings a closed store back to a snapshot; what came after it is gone, but for access keys. The next
     opening mends the rest.
 
-    `dry_run`: only looks whether it could.
+    Args:
+        dry_run: only look whether it could.
+        job: that this store's database knows of, and the restored one will from its next opening on.
 
     Raises:
         StoreLocked: the store is open.
@@ -166,6 +175,7 @@ def restore_snapshot(
             take_advisory_lock(database, held, patience=busy_seconds)
         with closing(Database(url, busy_seconds=busy_seconds)) as going:
             put_keys_aside(going, data_dir)
+        remove_journal(data_dir) if job is None else write_journal(data_dir, job)
         _link_back(path / "blocks", data_dir / "blocks")  # first: files without rows harm nobody
         restore(url, path / "database")
     return snapshot

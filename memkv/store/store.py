@@ -5,6 +5,7 @@
     indexes/      vectors, one file per collection: derived
     snapshots/    copies of the database with links to block files
     tmp/  quarantine/  STORE (id and format, pairs the directory with its database)  lock  reserve
+    restoring.json  while a server's database is replaced
 
 Every operation that concerns more than one of these is a method here, in the order that no kill can break:
 rows first and the index and files after them, except that a block file is durable before its row.
@@ -29,6 +30,8 @@ from numpy.typing import NDArray
 
 from memkv.errors import ConfigError, MemKVError, MigrationNeeded
 from memkv.store.catalog import Catalog
+from memkv.store.catalog_jobs import SNAPSHOT
+from memkv.store.catalog_restores import tell_restored
 from memkv.store.chunk_store import ChunkStore
 from memkv.store.database import Database, parse_database_url
 from memkv.store.durable_files import Damage, read_file, replace_file, sync_directory
@@ -36,6 +39,7 @@ from memkv.store.filters import parse_filter
 from memkv.store.jobs import Jobs
 from memkv.store.lock import StoreLock, take_advisory_lock
 from memkv.store.quota import NO_CAPS, Caps
+from memkv.store.restore_journal import read_journal, remove_journal
 from memkv.store.restored_keys import take_keys_back
 from memkv.store.rows import (
     Accepted,
@@ -115,6 +119,7 @@ class Store:
         self.upkeep = Upkeep(data_dir, database, self.catalog, self.chunks, self.indexes, reserve)
         self.uses = Uses(self.catalog)
         self.snapshots = Snapshots(data_dir, self.store_id, database, self.catalog)
+        self._end_interrupted_copies()
         self.reserve = reserve
         self.reserve.fill(leaving=RESERVE_BYTES)
         self._held = held
@@ -319,6 +324,18 @@ class Store:
             jobs_given_up=given_up,
             documents_queued=len(stray),
         )
+
+    def _end_interrupted_copies(self) -> None:
+        """Jobs that were killed, or copied, between their deed and their end: now it is known what was done,
+        later a snapshot may be deleted.
+        """
+        if (restored := read_journal(self.data_dir)) is not None:
+            tell_restored(self.database, restored)
+        remove_journal(self.data_dir)
+        for job in self.jobs.queued(SNAPSHOT):
+            made = self.snapshots.find(str(job.arguments["snapshot"]))
+            if made is not None:
+                self.jobs.finish(job.id, "succeeded", counts={"snapshot": asdict(made)})
 
     def _follow(self, tenant: str, change: Change) -> None:
         self.indexes.apply(tenant, change)
