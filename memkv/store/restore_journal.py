@@ -36,7 +36,7 @@ def read_journal(data_dir: Path) -> JobRow | None:
     """The job of a restoration that was begun; None where there is none, or nothing that could be read."""
     data = read_file(data_dir / _NAME, limit=65_536)
     with suppress(ValueError, TypeError, KeyError):
-        return None if isinstance(data, Damage) else _job(**json.loads(data))
+        return None if isinstance(data, Damage) else _job(**json.loads(bytes(data)))
     return None
 
 
