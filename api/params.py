@@ -46,6 +46,9 @@ DocumentStatusFilter = Annotated[
     DocumentStatus | None, QueryParameter(description="Only documents in this state")
 ]
 JobStatusFilter = Annotated[JobStatus | None, QueryParameter(description="Only jobs in this state")]
+JobKindFilter = Annotated[
+    str | None, QueryParameter(pattern=r"^[a-z_]{1,64}$(?!\n)", description="Only jobs of this kind")
+]
 CollectionFilter = Annotated[
     str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only jobs of this collection")
 ]

@@ -290,13 +290,14 @@ class FakeMemory:
         self,
         page: PageRequest,
         *,
+        kind: str = "",
         status: str = "",
         collection: str = "",
         within: frozenset[str] | None = None,
         tenant: str = "default",
     ) -> Page[Job]:
         self._enter("list_jobs")
-        jobs = [self.get_job(key) for key in self._jobs]
+        jobs = [job for key in self._jobs if kind in ("", (job := self.get_job(key)).kind)]
         jobs = [job for job in jobs if within is None or job.collection in within]
         return _page(
             [job for job in jobs if status in ("", job.status) and collection in ("", job.collection)], page

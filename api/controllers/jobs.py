@@ -15,6 +15,7 @@ from memkv.api.params import (
     Before,
     CollectionFilter,
     JobId,
+    JobKindFilter,
     JobStatusFilter,
     Limit,
     Order,
@@ -44,6 +45,7 @@ class JobsController(Controller):
         order: Order = "asc",
         after: After = "",
         before: Before = "",
+        kind: JobKindFilter = None,
         status: JobStatusFilter = None,
         collection: CollectionFilter = None,
     ) -> Page[Job]:
@@ -52,7 +54,11 @@ class JobsController(Controller):
         page = page_request(limit, order, after, before)
         return await calls.run(
             lambda memory: memory.list_jobs(
-                page, status=status or "", collection=collection or "", within=access.collections
+                page,
+                kind=kind or "",
+                status=status or "",
+                collection=collection or "",
+                within=access.collections,
             )
         )
 

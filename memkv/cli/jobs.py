@@ -24,18 +24,24 @@ def jobs() -> None:
 
 
 @jobs.command("list")
+@click.option("--kind", default="", metavar="KIND", help="Only jobs of this kind, such as ingest or gc.")
 @click.option("--status", type=click.Choice(_STATES), help="Only jobs in this state.")
 @click.option("-c", "--collection", default="", metavar="NAME", help="Only jobs of this collection.")
 @page_options
 @target_options
 @output_options
 def list_command(
-    status: JobStatus | None, collection: str, page: PageOptions, target: Target, out: Output
+    kind: str, status: JobStatus | None, collection: str, page: PageOptions, target: Target, out: Output
 ) -> None:
     """The jobs."""
     with target.open(out, models=False) as client:
         found = client.jobs.list(
-            status=status, collection=collection, limit=page.limit, after=page.after, order=page.order
+            kind=kind,
+            status=status,
+            collection=collection,
+            limit=page.limit,
+            after=page.after,
+            order=page.order,
         ).page
     out.rows(
         found,

@@ -170,6 +170,7 @@ class StoredMemory:
         self,
         page: PageRequest,
         *,
+        kind: str = "",
         status: str = "",
         collection: str = "",
         within: frozenset[str] | None = None,
@@ -180,7 +181,12 @@ class StoredMemory:
         wanted = _one_of(JobStatus, status)
         collection_id = self._store.catalog.get_collection(tenant, collection).id if collection else None
         found = self._store.jobs.list(
-            tenant, page_rows(page), status=wanted, collection_id=collection_id, within=within
+            tenant,
+            page_rows(page),
+            kind=kind or None,
+            status=wanted,
+            collection_id=collection_id,
+            within=within,
         )
         return page_reply(found, self._job_reply, lambda reply: reply.id)
 

@@ -290,6 +290,7 @@ def delete_document(collection: str, document: str) -> Call[None]:
 
 def list_jobs(
     *,
+    kind: str = "",
     status: JobStatus | None = None,
     collection: str = "",
     limit: int = 20,
@@ -297,15 +298,17 @@ def list_jobs(
     after: str = "",
     before: str = "",
 ) -> Listing[Job]:
-    """Jobs; iterating reads one page after another."""
+    """Jobs; iterating reads one page after another. `kind` is such as `ingest` or `verify`."""
 
     def call_for(page: PageRequest) -> Call[Page[Job]]:
         return Call(
             method="GET",
             path="/v1/jobs",
-            params=page_params(page, status=status or "", collection=collection),
+            params=page_params(page, kind=kind, status=status or "", collection=collection),
             reply=Page[Job],
-            local=lambda memory: memory.list_jobs(page, status=status or "", collection=collection),
+            local=lambda memory: memory.list_jobs(
+                page, kind=kind, status=status or "", collection=collection
+            ),
         )
 
     return Listing(PageRequest(limit=limit, order=order, after=after, before=before), call_for)

@@ -268,11 +268,14 @@ class TestJobs:
         assert len(listed.data) == 1
         assert reply(http.get(f"/v1/jobs/{listed.data[0].id}"), 200, Job) == listed.data[0]
         assert reply(http.get("/v1/jobs", params={**params, "status": "failed"}), 200, Page[Job]).data == []
+        assert reply(http.get("/v1/jobs", params={**params, "kind": "ingest"}), 200, Page[Job]) == listed
+        assert reply(http.get("/v1/jobs", params={**params, "kind": "gc"}), 200, Page[Job]).data == []
 
     def test_problems(self, http: httpx2.Client) -> None:
         problem(http.get("/v1/jobs/job_none"), 404, "job_not_found")
         problem(http.get("/v1/jobs/a%00b"), 400, "bad_request")
         problem(http.get("/v1/jobs", params={"status": "lost"}), 400, "bad_request")
+        problem(http.get("/v1/jobs", params={"kind": "a kind"}), 400, "bad_request")
 
 
 class TestQueries:

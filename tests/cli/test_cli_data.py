@@ -83,6 +83,7 @@ def test_the_whole_way(run: Run, where: list[str], documents: Path, name: str) -
     ]
     jobs = answer(run, "jobs", "list", "-c", name, *where)["data"]
     assert {job["status"] for job in jobs} == {"succeeded"}
+    assert answer(run, "jobs", "list", "-c", name, "--kind", "gc", *where)["data"] == []
     watched = answer(run, "jobs", "watch", jobs[0]["id"], *where)
     assert watched == answer(run, "jobs", "show", jobs[0]["id"], *where)
     for verb in ("cancel", "retry"):

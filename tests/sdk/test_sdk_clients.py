@@ -141,6 +141,8 @@ def test_jobs_and_progress(client: Any, collection: str) -> None:
     assert job.status == "succeeded"
     assert seen[-1] == job
     assert client.jobs.retrieve(job.id) == job
+    assert client.jobs.list(collection=collection, kind="ingest").page.data == [job]
+    assert client.jobs.list(collection=collection, kind="gc").page.data == []
     with pytest.raises(JobNotFound):
         client.jobs.retrieve("job_none")
     shown: list[Job] = []
