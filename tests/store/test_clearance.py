@@ -105,7 +105,9 @@ def test_a_killed_job_is_done_at_the_next_opening(
     assert status == SIGKILLED
     with StoredMemory.open_store(config_of(data_dir, database_url)) as memory:
         job = memory.wait_job(work.job.id, 60)
-        assert (job.kind, job.status, job.attempts, job.errors) == (kind, "succeeded", 2, [])
+        assert (job.kind, job.status, job.errors) == (kind, "succeeded", [])
+        was_made = kind == "snapshot" and piece == 0  # the opening saw it, and nobody tried again
+        assert job.attempts == (1 if was_made else 2)
         check_end(memory._store, job)
 
 
