@@ -121,6 +121,7 @@ def test_a_worker_may_ask_often_whether_to_stop(
     store: Store, collection: CollectionRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = queue(store, collection, "a")
+    assert not store.jobs.is_cancelled(job_id), "nobody works on it here"
     assert store.jobs.claim("w") is not None
     monkeypatch.setattr(jobs, "_ASK_SECONDS", 60.0)
     assert not store.jobs.is_cancelled(job_id)
