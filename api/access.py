@@ -19,7 +19,7 @@ from memkv.api.memory_calls import MemoryCalls
 from memkv.config import ServerConfig
 from memkv.errors import PermissionDeniedError
 from memkv.loopback import is_loopback
-from memkv.wire import AccessKey, Scope
+from memkv.wire import Scope
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # each allows what those before it do
 
@@ -48,10 +48,20 @@ class Access:
     Attributes:
         key_id: of its key; empty where none was asked for.
         collections: their names; None: all.
+        scope: what its key allows; everything where none was asked for.
     """
 
     key_id: str = ""
     collections: frozenset[str] | None = None
+    scope: Scope = "admin"
+
+    def require_scope(self, scope: Scope) -> None:
+        """Raises `PermissionDeniedError`."""
+        if SCOPES.index(self.scope) < SCOPES.index(scope):
+            raise PermissionDeniedError(
+                f"the access key has scope {self.scope}, and this needs {scope}",
+                hint=f"use one of scope {scope}; memkv keys create makes it",
+            )
 
     def require(self, collection: str) -> None:
         """Raises `PermissionDeniedError`, whether or not there is such a collection."""
@@ -112,10 +122,11 @@ class Guard:
                 )
             connection.scope["auth"] = Access()
             return
-        access = Access(key.id, None if key.collections is None else frozenset(key.collections))
+        names = None if key.collections is None else frozenset(key.collections)
+        access = Access(key.id, names, key.scope)
         connection.scope["auth"] = access
         connection.scope["state"]["key"] = key.id
-        _require(key, access, needs, connection)
+        _require(access, needs, connection)
 
     def _is_foreign(self, connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
         scope: Any = connection.scope  # of HTTP: there are no other routes
@@ -136,15 +147,9 @@ def _secret_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
     return connection.headers.get("x-api-key", "").strip()
 
 
-def _require(
-    key: AccessKey, access: Access, needs: Needs, connection: ASGIConnection[Any, Any, Any, Any]
-) -> None:
+def _require(access: Access, needs: Needs, connection: ASGIConnection[Any, Any, Any, Any]) -> None:
     assert needs.scope is not None, "bug: an open route was guarded"
-    if SCOPES.index(key.scope) < SCOPES.index(needs.scope):
-        raise PermissionDeniedError(
-            f"the access key has scope {key.scope}, and this needs {needs.scope}",
-            hint=f"use one of scope {needs.scope}; memkv keys create makes it",
-        )
+    access.require_scope(needs.scope)
     if needs.within == "path":
         access.require(connection.path_params["collection"])
     elif needs.within == "nowhere" and access.collections is not None:

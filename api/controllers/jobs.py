@@ -89,16 +89,19 @@ class JobsController(Controller):
             "documents that it left undone have failed, with the code `cancelled`."
         ),
         operation_id="cancel_job",
+        opt=requires("write", "route"),
         responses=problems(404, 409, 413, 415),
     )
     async def cancel_job(
         self,
         request: Request[Any, Any, Any],
         job_id: JobId,
+        access: NamedDependency[Access],
         calls: NamedDependency[MemoryCalls],
         wait: Wait = None,
     ) -> Response[Job]:
         seconds = requested_wait(request, finite(wait))
+        await _require(calls, access, job_id)
         return await _changed(calls, seconds, lambda memory: memory.cancel_job(job_id))
 
     @post(
@@ -106,17 +109,27 @@ class JobsController(Controller):
         status_code=202,
         summary="Queue a job again that did not succeed, for what it left undone",
         operation_id="retry_job",
+        opt=requires("write", "route"),
         responses=problems(404, 409, 413, 415),
     )
     async def retry_job(
         self,
         request: Request[Any, Any, Any],
         job_id: JobId,
+        access: NamedDependency[Access],
         calls: NamedDependency[MemoryCalls],
         wait: Wait = None,
     ) -> Response[Job]:
         seconds = requested_wait(request, finite(wait))
+        await _require(calls, access, job_id)
         return await _changed(calls, seconds, lambda memory: memory.retry_job(job_id))
+
+
+async def _require(calls: MemoryCalls, access: Access, job_id: str) -> None:
+    """Jobs about the store are for those who may start them. Raises `PermissionDeniedError`."""
+    job = await calls.run(lambda memory: memory.get_job(job_id, within=access.collections))
+    if job.kind != "ingest":
+        access.require_scope("admin")
 
 
 async def _changed(calls: MemoryCalls, seconds: float, call: Callable[[Memory], Job]) -> Response[Job]:

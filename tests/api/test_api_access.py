@@ -43,6 +43,8 @@ SCOPE_OF = {
     ("DELETE", "/v1/collections/{collection}/documents/{document}"): "write",
     ("GET", "/v1/jobs"): "read",
     ("GET", "/v1/jobs/{job_id}"): "read",
+    ("POST", "/v1/jobs/{job_id}/cancel"): "write",
+    ("POST", "/v1/jobs/{job_id}/retry"): "write",
     ("POST", "/v1/search"): "read",
     ("POST", "/v1/query"): "read",
 }  # everything else is an administrator's

@@ -120,6 +120,23 @@ class TestSomeCollectionsOfAStore:
                 assert len(page["data"]) == 1
                 assert not page["has_more"]
 
+    @pytest.mark.parametrize("verb", ["cancel", "retry"])
+    def test_jobs_about_the_store_are_an_administrators(
+        self, stored: tuple[Guarded, StoredMemory], verb: str
+    ) -> None:
+        guarded, _ = stored
+        jobs = guarded.ask(guarded.admin.secret, "GET", "/v1/jobs").json()["data"]
+        [check] = [f"/v1/jobs/{job['id']}/{verb}" for job in jobs if job["kind"] == "verify"]
+        [theirs] = [f"/v1/jobs/{job['id']}/{verb}" for job in jobs if job["collection"] == "theirs"]
+        mine = guarded.key(scope="write", collections=["mine"]).secret
+        refused(guarded.ask(mine, "POST", check), 404)
+        refused(guarded.ask(mine, "POST", theirs), 404)
+        write = guarded.key(scope="write").secret
+        assert "needs admin" in refused(guarded.ask(write, "POST", check), 403)["detail"]
+        assert guarded.ask(write, "POST", theirs).status_code in (202, 409)
+        assert guarded.ask(guarded.admin.secret, "POST", check).status_code in (202, 409)
+        refused(guarded.ask(guarded.key(scope="read").secret, "POST", theirs), 403)
+
     def test_after_deletion_nobody_elses_job_is_seen(self, stored: tuple[Guarded, StoredMemory]) -> None:
         guarded, memory = stored
         secret = guarded.key(collections=["mine"]).secret
