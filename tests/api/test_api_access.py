@@ -217,6 +217,11 @@ class TestAServerWithoutKeys:
 
         return asyncio.run(get())
 
+    def test_keys_are_asked_for_whatever_it_is_told(self, guarded: Guarded) -> None:
+        config = Config(server=ServerConfig(port=0, insecure=True))
+        with live_server(FakeMemory(keys=guarded.keys), config) as server:
+            refused(httpx2.get(f"{server.url}/v1/info"), 401)
+
     def test_a_key_that_nothing_checks_is_no_proof(self, fake_http: httpx2.Client) -> None:
         headers = {"X-API-Key": "mkv_" + "0" * 64, "Host": "evil.example"}
         assert fake_http.get("/v1/info", headers=headers).status_code == 403
