@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KINDS, over_http
+from client_kinds import KINDS, over_http
 from live_server import live_server
 
 from memkv import MemKV
