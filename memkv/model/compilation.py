@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,10 @@ from memkv.model.fused_projections import find_projections, fuse
 from memkv.model.loader import LoadedModel
 
 _log = logging.getLogger(__name__)
-_Options = dict[str, str | int | bool | Callable[..., object]]
 _LENGTHS = (33, 64, 1, 2, 1000)  # what one of them compiles serves all that come later
 # Products of one row become kernels of their own, tuned: without attention, a token of an answer of the 8B
 # shape took 4.1 ms on an H200 instead of 5.0.
-_OPTIONS: _Options = {"coordinate_descent_tuning": True}
-# Of one row, what a product multiplies is computed once, not again for each row of the weights: a token took
-# 4.86 ms instead of 5.10, attention included. A pass of 64 rows took longer so, 13.3 ms instead of 12.7.
-_ONE_ROW_OPTIONS: _Options = {**_OPTIONS, "realize_reads_threshold": 1}
+_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"coordinate_descent_tuning": True}
 # q, k and v in one product took 14 us instead of 21 for one row, 17 instead of 27 for 64. Gate and up are
 # large already: 66 instead of 67 for 64 rows, and for one row what follows them took 54 instead of 35.
 _LEAST_FUSED = 3
@@ -56,7 +51,7 @@ def compile_layers(model: LoadedModel) -> bool:
     not_compiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
     AttentionInterface.register(ATTENTION_NAME, not_compiled)
     for layer in layers:
-        layer.forward = _compiled(layer.forward)
+        layer.forward = torch.compile(layer.forward, dynamic=True, options=_OPTIONS)
     try:
         found, *_ = (_logits(model, length) for length in _LENGTHS)
         error = float((found - expected[0]).abs().max() / expected[0].abs().max())
@@ -70,18 +65,6 @@ def compile_layers(model: LoadedModel) -> bool:
         return False
     _log.info("%s was compiled in %.1f s", model.name, time.monotonic() - started)
     return True
-
-
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, compiled for one row and for more."""
-    many, one = (
-        torch.compile(forward, dynamic=True, options=options) for options in (_OPTIONS, _ONE_ROW_OPTIONS)
-    )
-
-    def by_rows(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        return (one if hidden_states.shape[-2] == 1 else many)(hidden_states, *args, **options)
-
-    return by_rows
 
 
 @contextmanager

@@ -83,9 +83,35 @@ def engine() -> str:
         f"is {written:.2f} GB/s of KV where a plain write of that disk gives {found['disk_write_gbs']:.2f}; "
         f"the bare model's pass over the same ids gives {found['forward_tokens_per_s']:,.0f}.",
         "",
+        *_load(found.get("load", [])),
         *([found["stale_reason"], ""] if found["stale_reason"] else []),
     ]
     return "\n".join(lines)
+
+
+def _load(rows: list[dict[str, Any]]) -> list[str]:
+    """A replayed trace, where one is kept."""
+    if not rows:
+        return []
+    of = rows[0]
+    ttft, itl = of["objectives"]["ttft_ms"] / 1e3, of["objectives"]["itl_ms"]
+    return [
+        f"The first {of['requests']} requests of a trace of conversations, at {of['rate']:g} times its rate. "
+        "Every 512 tokens but the question are a chunk, at first on disk. Good is a request whose first "
+        f"token comes within {ttft:g} s, the others {itl:g} ms apart on average.",
+        "",
+        "| reuse | good | good ones a second | first token, median | p99 | between tokens, median | p99 |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+        *(
+            f"| `{row['policy']}` | {row['good_share']:.0%} | {row['goodput']:.2f} | "
+            + " | ".join(
+                _ms(row[name]) for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+            )
+            + " |"
+            for row in rows
+        ),
+        "",
+    ]
 
 
 def _bytes_per_token(found: dict[str, Any]) -> int:

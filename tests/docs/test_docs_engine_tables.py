@@ -28,3 +28,15 @@ def test_what_newer_results_hold_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "```text\nselect:0.1 over 32,768 tokens from disk: 10.0 ms\nread " in shown
     assert "| transformers | its continuous batching |" in shown and "| 43.2 ms |" in shown
     assert "its continuous batching, 64 at once: OutOfMemoryError: too much" in shown
+
+
+def test_a_replayed_load_is_shown_where_one_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = json.loads((engine_tables.RESULTS / "engine-h200.json").read_text())
+    found["load"] = [{**found["load"][0], "policy": "map", "good_share": 0.5, "ttft_p99_ms": 98.76}]
+    monkeypatch.setattr(engine_tables, "RESULTS", tmp_path)
+    (tmp_path / "engine-h200.json").write_text(json.dumps(found))
+    shown = engine_tables.engine()
+    assert "| `map` | 50% |" in shown and "| 98.8 ms |" in shown
+    del found["load"]
+    (tmp_path / "engine-h200.json").write_text(json.dumps(found))
+    assert "Good is a request" not in engine_tables.engine()
