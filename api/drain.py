@@ -36,9 +36,10 @@ class Drain:
         self.draining = True
 
     def restore(self, restoration: Restoration) -> None:
-        """Refuses new requests from now on, for a snapshot is to be restored."""
-        self.restoration = restoration
-        self.draining = True
+        """Refuses new requests from now on, for a snapshot is to be restored: not where the server stops."""
+        if not self.draining:
+            self.restoration = restoration
+            self.draining = True
 
     def cut(self) -> None:
         """Ends what still runs."""

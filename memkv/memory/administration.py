@@ -214,7 +214,7 @@ class Administration:
     def begin_restore(self, snapshot_id: str) -> Restoration:
         """Writes down that the store is to be brought back to a snapshot, once it is closed.
 
-        Raises `NotFoundError`, `ConfigError`.
+        Raises `NotFoundError`, `ConfigError`; `ConflictError` where another is to be restored.
         """
         snapshot = self.check_snapshot(snapshot_id)
         row = begin_restore(self._store.database, DEFAULT_TENANT, snapshot_id, f"pid {os.getpid()}")

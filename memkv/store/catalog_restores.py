@@ -10,17 +10,28 @@ from dataclasses import replace
 
 from sqlalchemy import delete, insert, select, update
 
+from memkv.errors import ConflictError
 from memkv.store.catalog_jobs import RESTORE, insert_job
 from memkv.store.catalog_store import now
 from memkv.store.database import Database
 from memkv.store.rows import JobRow, Problem
 from memkv.store.tables import Job
 
+_begun = select(Job.id).where(Job.kind == RESTORE, Job.status == "running")
+
 
 def begin_restore(database: Database, tenant: str, snapshot_id: str, owner: str) -> JobRow:
-    """A running job that no worker claims. An opening that finds it ends it as failed."""
+    """A running job that no worker claims. An opening that finds it ends it as failed.
+
+    Raises ConflictError where there is one already: the database that comes would know of one of them alone.
+    """
     started = now()
     with database.write() as transaction:
+        if transaction.connection.execute(_begun).first() is not None:
+            raise ConflictError(
+                "a snapshot is about to be restored already",
+                hint="wait until the server serves again, then restore this one",
+            )
         row = insert_job(
             transaction, tenant, "", RESTORE, (), total=0, unit="", arguments={"snapshot": snapshot_id}
         )

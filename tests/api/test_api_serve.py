@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 from fake_memory import FakeMemory
 from live_server import live_server
+from memkv.api.drain import Drain
 from memkv.api.serve import listen
 
 from memkv.config import Config, ServerConfig
@@ -92,6 +94,16 @@ class TestDrain:
                 assert client.get("/healthz").status_code == 200
                 assert any("query.completed" in line for line in lines)
         assert fake.running == 0
+
+    def test_who_stops_the_server_stops_it_whatever_was_to_be_restored_next(self) -> None:
+        wanted: Any = object()
+        drain = Drain(serves_again=True)
+        drain.begin()
+        drain.restore(wanted)
+        assert drain.restoration is None
+        drain = Drain(serves_again=True)
+        drain.restore(wanted)
+        assert (drain.restoration, drain.draining) == (wanted, True)
 
     def test_what_outlasts_the_deadline_is_told(self, fake: FakeMemory) -> None:
         fake.tokens = 10_000

@@ -79,6 +79,18 @@ def test_one_that_fails_leaves_the_store_as_it_was_and_says_why(
     assert ended.error["detail"] == failure.detail
 
 
+def test_another_is_not_begun_beside_it(open_store: OpenStore) -> None:
+    """Whoever began it would wait for a job that the database which comes has never heard of."""
+    store = open_store()
+    made = store.snapshots.create()
+    begin_restore(store.database, T, made.id, "pid 7")
+    with pytest.raises(ConflictError, match="about to be restored already"):
+        begin_restore(store.database, T, made.id, "pid 7")
+    store.close()
+    store = open_store()
+    assert begin_restore(store.database, T, made.id, "pid 8").status == "running", "the first never came"
+
+
 def test_one_that_a_kill_forestalled_is_told(open_store: OpenStore) -> None:
     store = open_store()
     made = store.snapshots.create()
