@@ -79,7 +79,8 @@ class AccessKeys:
         """
         if key_reply(self._statements.get_key(key_id)).status == "expired":
             raise ConflictError(
-                f"key {key_id} is expired, and would stay so", hint="let it expire later first"
+                f"key {key_id} is expired, and would stay so",
+                hint=f"let it expire later first: memkv keys update {key_id} --expires 90d",
             )
         secret = _new_secret()
         row = self._statements.renew_secret(key_id, secret[:_SHOWN], _digest(secret))

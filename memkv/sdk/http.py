@@ -53,7 +53,8 @@ class Endpoint:
         key = api_key if api_key is not None else os.environ.get("MEMKV_API_KEY", "")
         if not key.isascii() or not key.isprintable():
             raise ConfigError(
-                "the API key holds characters that no header can carry", hint="give it in ASCII"
+                "the API key holds characters that no header can carry",
+                hint="it is ASCII and one line: take away what ends the line, as of a file it was read from",
             )
         return cls(
             base_url=url.rstrip("/"),

@@ -90,7 +90,8 @@ class TestKeys:
 
         monkeypatch.setattr("memkv.memory.replies.datetime", Later)
         assert "expired" in refused(guarded.ask(key.secret, "GET", "/v1/info"), 401)["detail"]
-        assert refused(guarded.ask(guarded.admin.secret, "POST", f"{path}/rotate"), 409)["hint"]
+        told = refused(guarded.ask(guarded.admin.secret, "POST", f"{path}/rotate"), 409)
+        assert f"memkv keys update {key.id} --expires" in told["hint"]
         changed = guarded.ask(guarded.admin.secret, "PATCH", path, json={"expires_in": 60})
         assert changed.json()["status"] == "valid"
         assert guarded.ask(guarded.admin.secret, "POST", f"{path}/rotate").status_code == 200

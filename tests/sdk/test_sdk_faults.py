@@ -308,5 +308,7 @@ class TestSettings:
             MemKV()
 
     def test_a_key_that_no_header_carries(self) -> None:
-        with pytest.raises(ConfigError):
-            MemKV(api_key="mkv_\n")
+        with pytest.raises(ConfigError) as caught:
+            MemKV(api_key="mkv_secret\n")
+        assert "ends the line" in caught.value.hint
+        assert "secret" not in f"{caught.value.detail} {caught.value.hint}"
