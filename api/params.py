@@ -11,13 +11,20 @@ from litestar import Request
 from litestar.params import PathParameter, QueryParameter
 
 from memkv.validation import Violation, check_string, check_values
-from memkv.wire import DocumentStatus, Filter, JobStatus, PageRequest, SearchRequest
+from memkv.wire import (
+    ARCHIVE_PATTERN,
+    NAME_PATTERN,
+    DocumentStatus,
+    Filter,
+    JobStatus,
+    PageRequest,
+    SearchRequest,
+)
 
-_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)"
 _ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$(?!\n)"
 _CURSOR_PATTERN = r"^[A-Za-z0-9_-]{0,128}$(?!\n)"
 
-CollectionName = Annotated[str, PathParameter(pattern=_NAME_PATTERN, description="Name of the collection")]
+CollectionName = Annotated[str, PathParameter(pattern=NAME_PATTERN, description="Name of the collection")]
 KeyId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the key")]
 Force = Annotated[bool, QueryParameter(description="Although no valid key of scope admin would be left")]
 JobId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the job")]
@@ -50,15 +57,10 @@ JobKindFilter = Annotated[
     str | None, QueryParameter(pattern=r"^[a-z_]{1,64}$(?!\n)", description="Only jobs of this kind")
 ]
 CollectionFilter = Annotated[
-    str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only jobs of this collection")
+    str | None, QueryParameter(pattern=NAME_PATTERN, description="Only jobs of this collection")
 ]
 SnapshotId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the snapshot")]
-ArchivePath = Annotated[
-    str,
-    PathParameter(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar$(?!\n)", description="Name of the archive"
-    ),
-]
+ArchivePath = Annotated[str, PathParameter(pattern=ARCHIVE_PATTERN, description="Name of the archive")]
 FileKey = Annotated[
     str,
     PathParameter(
@@ -67,7 +69,7 @@ FileKey = Annotated[
     ),
 ]
 FilesOfCollection = Annotated[
-    str | None, QueryParameter(pattern=_NAME_PATTERN, description="Only files made for this collection")
+    str | None, QueryParameter(pattern=NAME_PATTERN, description="Only files made for this collection")
 ]
 UnusedOnly = Annotated[bool, QueryParameter(description="Only files that nothing refers to")]
 FilterText = Annotated[

@@ -20,8 +20,10 @@ Filter = dict[
     str, Any
 ]  # {"type": "eq", "key": ..., "value": ...} | {"type": "and", "filters": [...]} | {key: value}
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)")]
-ArchiveName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar$(?!\n)")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)"
+ARCHIVE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar$(?!\n)"
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+ArchiveName = Annotated[str, Meta(pattern=ARCHIVE_PATTERN)]
 ExternalId = Annotated[str, Meta(min_length=1, max_length=512)]
 Title = Annotated[str, Meta(max_length=512)]
 TopK = Annotated[int, Meta(ge=1, le=1000)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from memkv.engine.loader import NUM_THREADS
 from memkv.engine.residency import ChunkRef
 from memkv.kv.chunk import ChunkKV
 from memkv.kv.layout import KVLayout
@@ -17,7 +18,6 @@ from memkv.store.chunk_store import LoadTimes, PublishItem
 from memkv.store.store import Store
 
 _FINGERPRINT = "0" * 64
-_READERS = 8  # threads, as many as the engine's loader has
 _WRITERS = 4
 
 
@@ -80,7 +80,7 @@ class BenchStore:
         """Rate of a plain read of the files of these chunks, several at a time."""
         wanted = set(input_keys)
         files = [path for path in self._files() if path.name.partition(".")[0] in wanted]
-        with ThreadPoolExecutor(_READERS) as threads:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
             seconds = self.seconds(lambda: list(threads.map(Path.read_bytes, files)))
         return sum(path.stat().st_size for path in files) / seconds / 1e9
 

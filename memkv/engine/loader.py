@@ -13,6 +13,7 @@ from memkv.kv.chunk import ChunkKV
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
+NUM_THREADS = 8
 
 ReadOutcome = ChunkKV | Exception | None
 
@@ -20,7 +21,7 @@ ReadOutcome = ChunkKV | Exception | None
 class Loader:
     """A few daemon threads over one queue: a read that never returns holds up no engine and no exit."""
 
-    def __init__(self, num_threads: int = 8) -> None:
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"memkv-loader-{index}", daemon=True)

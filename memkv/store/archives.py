@@ -16,8 +16,9 @@ from pathlib import Path
 
 from memkv.errors import BadRequestError, ConfigError, ConflictError, NotFoundError
 from memkv.store.durable_files import storage_error, sync_directory
+from memkv.wire import ARCHIVE_PATTERN
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,122}\.tar\Z")
+_NAME = re.compile(ARCHIVE_PATTERN)
 
 
 @dataclass(frozen=True, slots=True)
