@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 import msgspec
 from litestar import Request
+from litestar.exceptions import NotFoundException
 from litestar.params import PathParameter, QueryParameter
 
 from memkv.validation import Violation, check_string, check_values
@@ -23,6 +25,7 @@ from memkv.wire import (
 
 _ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$(?!\n)"
 _CURSOR_PATTERN = r"^[A-Za-z0-9_-]{0,128}$(?!\n)"
+_DOCUMENT_PATH = re.compile(r"(?:/+[^/]+){2}/+([^/]+)/+[^/]+/(.*)", re.DOTALL)  # its collection; its key
 
 CollectionName = Annotated[str, PathParameter(pattern=NAME_PATTERN, description="Name of the collection")]
 KeyId = Annotated[str, PathParameter(pattern=_ID_PATTERN, description="Id of the key")]
@@ -108,11 +111,16 @@ def parse_filter(text: str | None) -> Filter | None:
 
 
 def document_key(request: Request[Any, Any, Any]) -> str:
-    """The document's id or external id: the rest of the path after `/documents/`, its escapes undone once."""
+    """The document's id or external id: the rest of the path after `/documents/`, its escapes undone once.
+
+    Raises `NotFoundException` where an escaped slash stands for one between the parts of the route.
+    """
     raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode("utf-8")
-    encoded = raw.decode("ascii", "replace").split("/documents/", 1)[1]
+    found = _DOCUMENT_PATH.fullmatch(raw.decode("ascii", "replace"))
+    if found is None or unquote(found[1]) != request.path_params["collection"]:
+        raise NotFoundException
     try:
-        key = unquote(encoded, errors="strict")
+        key = unquote(found[2], errors="strict")
     except UnicodeDecodeError as error:
         raise Violation("is not UTF-8", "path.document") from error
     check_string(key, "path.document")
