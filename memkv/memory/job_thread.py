@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -85,8 +86,9 @@ class JobThread(BackgroundThread):
             except Exception:  # noqa: BLE001  # the thread's top: what nobody expected ends its job alone
                 _log.exception("job_failed", thread=self._name)
                 if job is not None:
-                    self._fail(job, InternalServerError("the job failed for a fault of memkv's"))
-                    job = None
+                    with suppress(MemKVError):  # it is put back, and fails again
+                        self._fail(job, InternalServerError("the job failed for a fault of memkv's"))
+                        job = None
                 self.stopping.wait(PAUSE_SECONDS)
 
     def _claim(self, patience: float) -> JobRow | None:
