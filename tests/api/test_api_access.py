@@ -51,15 +51,16 @@ SCOPE_OF = {
 
 
 def routes(app: Litestar) -> list[tuple[str, str, Any]]:
-    """(method, path, handler) of every route that the application has."""
-    return [
+    """(method, path, handler) of every route that the application has, always in the same order."""
+    found = [
         (method, route.path_format, handler)
         for route in app.routes
         if isinstance(route, HTTPRoute)
         for handler in route.route_handlers
-        for method in sorted(handler.http_methods)
+        for method in handler.http_methods
         if method != "OPTIONS"
     ]
+    return sorted(found, key=lambda each: each[:2])
 
 
 ROUTES = routes(create_app(FakeMemory(), Config()))  # type: ignore[arg-type]
