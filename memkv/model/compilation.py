@@ -25,7 +25,7 @@ _LENGTHS = (33, 64, 1, 2, 1000)  # what one of them compiles serves all that com
 # Products of one row become kernels of their own, tuned: without attention, a token of an answer of the 8B
 # shape took 4.1 ms on an H200 instead of 5.0.
 _OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"coordinate_descent_tuning": True}
-# q, k and v in one product took 14 us instead of 21 for one row, 17 instead of 27 for 64. Gate and up are
+# q, k and v in one product took 14 us instead of 19 for one row, 17 instead of 27 for 64. Gate and up are
 # large already: 66 instead of 67 for 64 rows, and for one row what follows them took 54 instead of 35.
 _LEAST_FUSED = 3
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest logit
